@@ -396,7 +396,7 @@ def make_golden(
 
 def make_tolerance(*per_step: float, name: str = "loss_vs_golden", key: str = "tiny-bf16-float32") -> Tolerance:
     """A tolerance that allows these distances, one a step."""
-    return Tolerance(name=name, key=key, per_step=per_step, margin=2.0, evidence="samples")
+    return Tolerance(name=name, key=key, per_step=per_step, evidence="samples")
 
 
 def make_witnesses(case: Case, **given: Any) -> Witnesses:

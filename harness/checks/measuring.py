@@ -88,8 +88,12 @@ def _worst(values: Sequence[float]) -> float | None:
     return largest(values) if values else None
 
 
+def _all_casts(traces: Iterable[RankTrace]) -> list[CastRecord]:
+    return [cast for trace in traces if trace.operands is not None for cast in trace.operands.casts]
+
+
 def _flushed(traces: Iterable[RankTrace]) -> float | None:
-    casts = [cast for trace in traces if trace.operands is not None for cast in trace.operands.casts]
+    casts = _all_casts(traces)
     elements = sum(cast.elements for cast in casts)
     return sum(cast.flushed for cast in casts) / elements if elements else None
 
@@ -182,7 +186,7 @@ def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
 
 def _casts(traces: Iterable[RankTrace]) -> tuple[CastRange, ...]:
     by_operand: dict[tuple[int, str, str], list[CastRecord]] = defaultdict(list)
-    for cast in (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts):
+    for cast in _all_casts(traces):
         by_operand[cast.step, cast.fqn, cast.role].append(cast)
     return tuple(_range(*key, casts) for key, casts in sorted(by_operand.items()))
 
@@ -190,8 +194,7 @@ def _casts(traces: Iterable[RankTrace]) -> tuple[CastRange, ...]:
 def _cast_calls(traces: Sequence[RankTrace]) -> int | None:
     if any(trace.operands is None for trace in traces):
         return None
-    casts = (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts)
-    return sum(cast.phase not in OF_GATHERS for cast in casts)
+    return sum(cast.phase not in OF_GATHERS for cast in _all_casts(traces))
 
 
 def _expected_cast_calls(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
@@ -279,9 +282,7 @@ def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Toler
     first = _root_mean_square([distance for distances in drawn for distance in distances[:FIRST_STEPS]])
     later = [_root_mean_square(_without_farthest(distances)) for distances in zip(*drawn, strict=True)]
     per_step = _never_less([first] * len(expected[:FIRST_STEPS]) + later[FIRST_STEPS:])
-    return _tolerance(
-        LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * distance for distance in per_step], LOSS_MARGIN
-    )
+    return _tolerance(LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * distance for distance in per_step])
 
 
 def derived_parity_tolerance(
@@ -303,7 +304,7 @@ def derived_parity_tolerance(
     elif norm_rounding(case) and not activations_differ(case, numerics) and case.compile != "inductor":
         # generated code rounds elsewhere: a gradient that is reduced in bfloat16 was 2.5e-5 off
         per_step[0] = norm_rounding(case)
-    return _tolerance(PARITY, key, per_step, PARITY_MARGIN)
+    return _tolerance(PARITY, key, per_step)
 
 
 def _without_farthest(distances: Sequence[float]) -> list[float]:
@@ -319,8 +320,6 @@ def _never_less(values: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(values, lambda *pair: largest(pair)))
 
 
-def _tolerance(name: str, key: str, per_step: Sequence[float], margin: float) -> Tolerance:
+def _tolerance(name: str, key: str, per_step: Sequence[float]) -> Tolerance:
     evidence = f"derived from {DRAWS} BF16 runs with rounding errors of float8"
-    return Tolerance(
-        name=name, key=key, per_step=tuple(map(float, per_step)), margin=float(margin), evidence=evidence, derived=True
-    )
+    return Tolerance(name=name, key=key, per_step=tuple(map(float, per_step)), evidence=evidence, derived=True)

@@ -86,7 +86,6 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # of the check that uses it
     key: str
     per_step: tuple[float, ...]
-    margin: float | None  # None for the `loss_tolerance` of a case
     evidence: str
     derived: bool = False  # from runs of the case's own model, because none was measured
 
@@ -154,9 +153,7 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     key, steps = tolerance_key(case), case.train.steps
     own = case.checks.loss_tolerance
     if own is not None:
-        return Tolerance(
-            name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case"
-        )
+        return Tolerance(name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, evidence="loss_tolerance of case")
     measured, samples = _tolerance(LOSS_VS_GOLDEN, key, steps, root)
     measured_tokens = min(parse_case_id(sample.case_id).train.valid_tokens for sample in samples)
     factor = max(1.0, math.sqrt(measured_tokens / case.train.valid_tokens))
@@ -197,8 +194,7 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
         what = f"the tolerance of {key} covers {len(per_step)} steps, the case trains {steps}."
         raise ToleranceMissing(what, where=TABLE_FILE, fix=fix)
     evidence = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
-    tolerance = Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
-    return tolerance, samples
+    return Tolerance(name=check, key=key, per_step=per_step[:steps], evidence=evidence), samples
 
 
 def measured_steps(samples: Sequence[Sample]) -> int:

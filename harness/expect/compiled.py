@@ -12,8 +12,7 @@ graph does (`emulate_precision_casts`, rowwise), only sums in float32 differ, by
 
 import math
 from collections.abc import Iterator, Sequence
-
-import msgspec
+from typing import NamedTuple
 
 from harness.expect.model import is_recomputed, scaled_mm_calls
 from harness.matrix.case import Case
@@ -26,12 +25,11 @@ _READ_INPUT = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.
 _WRITE_OUTPUT = ("attention.wo", "feed_forward.w2")
 
 
-class FusionCandidate(msgspec.Struct, frozen=True, kw_only=True):
+class FusionCandidate(NamedTuple):
     """A collective next to `matmuls` matmuls of one block. `fuses`: torch's pass fuses them into one operator."""
 
     phase: Phase
     collective: Collective
-    layer: int
     purpose: str
     matmuls: int
     scaled: bool
@@ -65,15 +63,7 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
     def candidate(
         phase: Phase, collective: Collective, purpose: str, names: Sequence[str], fuses: bool
     ) -> FusionCandidate:
-        return FusionCandidate(
-            phase=phase,
-            collective=collective,
-            layer=layer,
-            purpose=purpose,
-            matmuls=len(names),
-            scaled=all(scaled[name] for name in names),
-            fuses=fuses,
-        )
+        return FusionCandidate(phase, collective, purpose, len(names), all(scaled[name] for name in names), fuses)
 
     for names in _READ_INPUT:
         wide = [name for name in names if not scaled[name]]  # they read what is gathered, and the others a cast of it
@@ -120,13 +110,12 @@ def _names(names: tuple[str, ...]) -> str:
 # Generated code
 
 
-def rounding(case: Case, *, emulated: bool = False) -> Limit:
+def rounding(case: Case) -> Limit:
     """Return how far a tensor that is rounded to what the case computes in may be off, relative to its norm."""
-    unit = _unit(case, emulated=emulated)
-    return Limit(unit.name, Limit("code.units"))
+    return Limit(_unit(case).name, Limit("code.units"))
 
 
-def _unit(case: Case, *, emulated: bool) -> Limit:
+def _unit(case: Case, *, emulated: bool = False) -> Limit:
     if case.train.dtype == "float64":
         return Limit("code.scale")  # scales are float32 whatever the case computes in
     return Limit("code.unit_float32" if emulated else f"code.unit_{case.train.dtype}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from harness.checks.catalogue import BROKEN, UNEXPLAINED, signature_of
 from harness.checks.failures import REPORT, advice
@@ -146,23 +146,13 @@ class CaseRunner:
         seconds = {"wall_s": last.wall_s + outcome.wall_s, "cpu_s": last.cpu_s + outcome.cpu_s}
         names = tuple(fix.text for fix in fixes)
         with_fix = WithFix(fixes=names, verdict=judgement.verdict, findings=judgement.findings, checks=judgement.checks)
-        verdict = known.verdict if judgement.verdict.good else judgement.verdict
-        remaining = (
-            ()
-            if judgement.verdict.good
-            else tuple(
-                msgspec.structs.replace(finding, within=f"with {' and '.join(names)}") for finding in judgement.findings
-            )
-        )
-        return msgspec.structs.replace(
+        verdict, wrong = (known.verdict, ()) if judgement.verdict.good else (judgement.verdict, judgement.findings)
+        last = replace(last, verdict=verdict, message=last.message or outcome.message, **seconds)
+        return replace(
             known,
             verdict=verdict,
-            findings=(*remaining, *known.findings),
-            attempts=(
-                *earlier,
-                *map(_lost, outcome.earlier),
-                msgspec.structs.replace(last, verdict=verdict, message=last.message or outcome.message, **seconds),
-            ),
+            findings=(*(replace(one, within=f"with {' and '.join(names)}") for one in wrong), *known.findings),
+            attempts=(*earlier, *map(_lost, outcome.earlier), last),
             with_fix=with_fix,
             failure_signature=signature_of(judgement.verdict, judgement.findings, run) or known.failure_signature,
         )
@@ -222,7 +212,7 @@ def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement
     """With the engine's own words when the job failed but no rank did: nothing else says why."""
     if outcome.status == "ok" or run.failures or not outcome.message:
         return judgement
-    return msgspec.structs.replace(judgement, findings=(_report(outcome.message),))
+    return replace(judgement, findings=(_report(outcome.message),))
 
 
 def _report(text: str) -> Finding:
