@@ -6,7 +6,7 @@ Steps of which no module is repeated are judged by this alone where numbers may 
 import itertools
 from collections.abc import Iterable, Mapping
 
-from harness.checks.check import Rules, Stage, Witnesses, finished, merge_ranks
+from harness.checks.check import Rule, Rules, Stage, Witnesses, finished, merge_ranks
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
 from harness.promises import Limit, keeps
@@ -55,28 +55,24 @@ _Options = Mapping[str, Mapping[str, str]]  # of every parameter that has a grad
 def check_updates(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Is every parameter updated as on one rank, in every step, and as the formula of its optimizer says?"""
     reference = finished(witnesses.solo)
-    solo = None if reference is None else reference.traces[0]
-    options = {trace.rank: _options(trace) for trace in run.by_rank}
-    moved = {trace.rank: _moved(trace) for trace in run.by_rank}
-    one_rank = None if solo is None else (_options(solo), _moved(solo))
+    made = {trace.rank: (_options(trace), *_moved(trace)) for trace in run.by_rank}
+    one_rank = [(_options(trace), *_moved(trace)) for trace in (() if reference is None else reference.traces[:1])]
 
     def of_rank(trace: RankTrace) -> Iterable[Finding]:
         record = trace.model
         if record is None:
             return
         first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
-        theirs, who = ((options[first], moved[first]), f"rank {first}") if one_rank is None else (one_rank, "one rank")
-        for step, mine in enumerate(options[trace.rank], 1):
-            wanted = theirs[0][step - 1] if len(theirs[0]) >= step else {}
-            held = {parameter.fqn for parameter in record.parameters if parameter.local_elements}
+        (theirs, moves, _), who = (one_rank[0], "one rank") if one_rank else (made[first], f"rank {first}")
+        options, moved, unmoved = made[trace.rank]
+        held = {parameter.fqn for parameter in record.parameters if parameter.local_elements}
+        for step, mine in enumerate(options, 1):
+            wanted = theirs[step - 1] if len(theirs) >= step else {}
             lost = [name for name in wanted if name in held - mine.keys()]
-            still = [fqn for at, fqn in moved[trace.rank][False] - moved[trace.rank][True] if at == step]
-            still = [fqn for fqn in still if (step, fqn) in theirs[1][True]]
-            yield from _lost(step, lost, mine, who)
+            still = sorted(fqn for at, fqn in (unmoved - moved) & moves if at == step)
+            yield from _not_done(NO_UPDATE, step, lost, f"an update, as on {who}", "" if mine else "any parameter")
             yield from _other_options(step, mine, wanted, who)
-            if still:
-                expected, what = f"a change, as on {who}", _named(sorted(still))
-                yield UNMOVED.finding(step=step, module=min(still), expected=expected, found="none", what=what)
+            yield from _not_done(UNMOVED, step, still, f"a change, as on {who}")
             yield from _off_formula(record.updates[step - 1])
 
     found = merge_ranks(run, lambda trace: tuple(itertools.islice(of_rank(trace), 1)))
@@ -92,13 +88,13 @@ def _options(trace: RankTrace) -> list[_Options]:
     return steps
 
 
-def _moved(trace: RankTrace) -> Mapping[bool, set[tuple[int, str]]]:
+def _moved(trace: RankTrace) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
     """Return, by step and FQN, the wide parameters of which an update changed a part, and those with one unchanged.
 
     Only where the gradient of that part is large enough, or nothing can be told by it.
     """
     digests: dict[tuple[str, tuple[int, ...]], str] = {}
-    moved: dict[bool, set[tuple[int, str]]] = {True: set(), False: set()}
+    moved, unmoved = set[tuple[int, str]](), set[tuple[int, str]]()
     wide = {parameter.fqn for parameter in trace.model.parameters if parameter.dtype in WIDE} if trace.model else ()
     sketches = [sketch for sketch in trace.sketches or () if sketch.fqn in wide]
     grads = {
@@ -108,21 +104,17 @@ def _moved(trace: RankTrace) -> Mapping[bool, set[tuple[int, str]]]:
     for sketch in sketches:
         place = sketch.fqn, sketch.offset
         if sketch.kind == "param" and place in digests and grads.get((sketch.step, *place), 0.0) > worth:
-            moved[digests[place] != sketch.digest].add((sketch.step, sketch.fqn))
+            (unmoved if digests[place] == sketch.digest else moved).add((sketch.step, sketch.fqn))
         if sketch.kind != "grad":
             digests[place] = sketch.digest
-    return moved
+    return moved, unmoved
 
 
-def _named(fqns: list[str]) -> str:
-    return f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}"
-
-
-def _lost(step: int, lost: list[str], mine: _Options, who: str) -> Iterable[Finding]:
-    if lost:
-        what = _named(lost) if mine else "any parameter"
-        expected = f"an update, as on {who}"
-        yield NO_UPDATE.finding(step=step, module=lost[0] if mine else None, expected=expected, found="none", what=what)
+def _not_done(rule: Rule, step: int, fqns: list[str], expected: str, every: str = "") -> Iterable[Finding]:
+    """Yield what these parameters lack, of which the first is named, or `every` in their place."""
+    if fqns:
+        module, more = None if every else fqns[0], f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+        yield rule.finding(step=step, module=module, expected=expected, found="none", what=every or fqns[0] + more)
 
 
 def _other_options(step: int, mine: _Options, wanted: _Options, who: str) -> Iterable[Finding]:

@@ -58,23 +58,19 @@ def one_step_cases(base: Case, layouts: Sequence[Layout], dtype: Dtype) -> dict[
     if is_llama(base.target) or not layouts:
         return {}
     first = min(layouts, key=lambda layout: (layout.dp == 1, layout.world_size == 1))
-    train = Train(steps=1, dtype=dtype, global_batch=base.train.global_batch, seq_len=base.train.seq_len)
-    train = replace(train, seed=base.train.seed, lr=base.train.lr, optimizer=base.train.optimizer)
+    kept = {name: getattr(base.train, name) for name in ("global_batch", "seq_len", "seed", "lr", "optimizer")}
+    whole = Case(target=base.target, model=base.model, checks=Checks(loss_tolerance=COARSE))
     plan = [(Layout(), WHOLE), (first, SPLIT), (first, CLIPPED), (Layout(), LABELS), (first, LABELS)]
-    made = [(shows, _case(base, layout, replace(train, **OPTIONS[shows]))) for layout, shows in plan]
+    trains = {shows: Train(steps=1, dtype=dtype, **kept, **options) for shows, options in OPTIONS.items()}
+    made = [(shows, replace(whole, layout=layout, train=trains[shows])) for layout, shows in plan]
     return {case_id(case): (shows, case) for shows, case in made if not exclusions(case)}
-
-
-def _case(base: Case, layout: Layout, train: Train) -> Case:
-    checks = Checks(loss_tolerance=COARSE)
-    return Case(target=base.target, layout=layout, model=base.model, train=train, checks=checks)
 
 
 def judged_one_step(cases: Mapping[str, tuple[str, Case]], results: Iterable[CaseResult]) -> dict[str, OneStep]:
     """Return what these cases show, by id, with a finding where a loss or norm depends on how the batch is split."""
     ran, looked = {result.case_id: result for result in results if result.case_id in cases}, {}
-    of_one = {shows: name for name, (shows, case) in cases.items() if shows in (WHOLE, LABELS) and case.world_size == 1}
-    whole = {shows: ran[name] for shows, name in of_one.items() if name in ran}
+    of_one = {name: shows for name, (shows, case) in cases.items() if shows in (WHOLE, LABELS) and case.world_size == 1}
+    whole = {of_one[name]: result for name, result in ran.items() if name in of_one}
     taken, sound = set[str](), False  # sound: nothing changes with the split where every token has a label
     for name, result in ran.items():
         shows, case = cases[name]
@@ -83,11 +79,11 @@ def judged_one_step(cases: Mapping[str, tuple[str, Case]], results: Iterable[Cas
         compared = shows in taken if shows != CLIPPED else SPLIT not in taken  # ranks split a batch too
         other = _other_number(shows, case, result, whole.get(shows, whole.get(WHOLE)), sound) if compared else None
         sound |= compared and shows in (SPLIT, CLIPPED) and other is None and not _others(result)
-        verdict = Verdict.NUMERIC if other is not None and result.verdict.good else result.verdict
-        findings = (*([] if other is None else [other]), *result.findings)
-        judged = replace(result, verdict=verdict, findings=findings)
-        label = f"{layout_id(case.layout)} with {shows}"
-        looked[name] = OneStep(label, judged, refused if other is None else None)
+        judged, label = result, f"{layout_id(case.layout)} with {shows}"
+        if other is not None:
+            verdict, refused = Verdict.NUMERIC if result.verdict.good else result.verdict, None
+            judged = replace(result, verdict=verdict, findings=(other, *result.findings))
+        looked[name] = OneStep(label, judged, refused)
     return looked
 
 
