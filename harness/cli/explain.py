@@ -11,7 +11,8 @@ from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, pri
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
 from harness.evidence.verified import doubts, read_verified
-from harness.expect.compiled import executed_scaled_mm_calls, fusion_candidates
+from harness.expect.compiled import fusion_candidates
+from harness.expect.expectations import Expectations
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
 from harness.matrix.axes import SCOPE, axis_values, case_from_axes, read_as, read_assignments, shown_value
@@ -135,7 +136,7 @@ def _case_sections(project: Project, case: Case, plan: Plan) -> Iterator[Block]:
     }
     if is_llama(case.target):
         whole = "pipeline" if case.layout.pp > 1 else "rank"
-        facts["scaled matmuls"] = f"{executed_scaled_mm_calls(case)} per {whole} and step"
+        facts["scaled matmuls"] = f"{Expectations(case).scaled_mm_calls[1]} per {whole} and step"
         facts["FP8 linears"] = str(len(converted_fqns(case)))
         linears = Section(blocks=(Items(tuple(f"  {fqn}" for fqn in converted_fqns(case))),))
         yield Section(title="run", blocks=(Facts(tuple(facts.items())), linears))

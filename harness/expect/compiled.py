@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from harness.expect.model import is_recomputed, scaled_mm_calls
+from harness.expect.model import is_recomputed
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, is_converted
 from harness.promises import Limit
@@ -49,11 +49,6 @@ def extra_matmul_calls(case: Case, *, scaled: bool) -> int:
         return 0
     split = (candidate for candidate in fusion_candidates(case) if candidate.fuses and candidate.scaled == scaled)
     return sum(candidate.matmuls for candidate in split) * (case.layout.tp - 1)
-
-
-def executed_scaled_mm_calls(case: Case) -> int:
-    """Scaled matmuls that one rank executes in one step; every chunk of a fused matmul counts."""
-    return scaled_mm_calls(case) + extra_matmul_calls(case, scaled=True)
 
 
 def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:

@@ -142,12 +142,6 @@ def recomputed_matmuls(case: Case, model: Model) -> tuple[int, int]:
 # Scaled matmuls of a rank in one step
 
 
-def scaled_mm_calls(case: Case) -> int:
-    """Scaled matmuls of one rank in one step: evaluation, forward, dgrad, wgrad, and forwards that are recomputed."""
-    model = llama_model(case)
-    return calls_of_linears(case, model) + recomputed_calls(case, model)
-
-
 def calls_of_linears(case: Case, model: Model) -> int:
     """Scaled matmuls of one rank in one step but recomputed ones: those in float8 of every call, and its evaluation."""
     forward, dgrad, wgrad = map(case.float8.traits.multiplies, OPERANDS)

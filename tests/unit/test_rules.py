@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
-from harness.expect.model import llama_model, recomputed_calls, scaled_mm_calls
+from harness.expect.model import llama_model, recomputed_calls
 from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
@@ -194,7 +194,7 @@ def test_converted_linears() -> None:
     ],
 )
 def test_scaled_matmuls_of_a_step(text: str, calls: int) -> None:
-    assert scaled_mm_calls(parse_case_id(text)) == calls
+    assert Expectations(parse_case_id(text)).scaled_mm_calls == (calls, calls)
 
 
 @given(st.from_type(Case) | POSSIBLE_CASES)
@@ -202,7 +202,8 @@ def test_matmuls_and_calls_agree(case: Case) -> None:
     even = case_from_axes(axis_values(case) | {"tp": 1})
     evaluated = sum(gemm.role == "forward" for gemm in gemms(even)) if even.train.evaluate else 0
     of_microbatch = evaluated + len(gemms(even))
-    assert even.train.accumulation * of_microbatch + recomputed_calls(even, llama_model(even)) == scaled_mm_calls(even)
+    calls = even.train.accumulation * of_microbatch + recomputed_calls(even, llama_model(even))
+    assert Expectations(even).scaled_mm_calls == (calls, calls)
 
 
 @given(st.integers(1, 1000), st.integers(1, 16))
@@ -290,7 +291,7 @@ def test_a_case_has_the_facts_of_its_recipe_and_what_follows_from_them(recipe: R
     linears, roles = len(converted_fqns(case)), {gemm.role for gemm in gemms(case)}
     assert (linears > 0) is traits.converts
     assert ("wgrad" in roles) is traits.multiplies("wgrad")
-    assert scaled_mm_calls(case) == len(roles) * linears
+    assert Expectations(case).scaled_mm_calls[0] == len(roles) * linears
     forms = {site.role: forms for site, forms in Expectations(case).casts.items()}
     assert {form.target_dtype for form in forms.get("grad_output", ())} == (
         {traits.grad_output_dtype} if traits.converts else set()

@@ -22,7 +22,7 @@ from harness.checks.parity import check_parity, worst_distances
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import check_scales
 from harness.checks.traffic import check_traffic
-from harness.expect.model import scaled_mm_calls
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.numerics import replayed_steps
@@ -70,7 +70,8 @@ def watched(trained) -> Callable[[Case], Run]:
 def test_no_check_has_a_finding(watched, case: Case):
     run = watched(case)
     assert [finding for check in CHECKS for finding in check(case, run, make_witnesses(case))] == []
-    assert all(len(trace.operands.matmuls) == scaled_mm_calls(case) * case.train.steps for trace in run.traces)
+    matmuls = Expectations(case).scaled_mm_calls[1] * case.train.steps
+    assert all(len(trace.operands.matmuls) == matmuls for trace in run.traces)
     assert all((trace.traffic != ()) == (len(run.traces) > 1) for trace in run.traces)
     assert_saved_in_float8(case, run)
 

@@ -12,7 +12,7 @@ import torch
 
 from harness.checks.measuring import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.evidence.tolerance import noise, parity_key, read_evidence, tolerance_key
-from harness.expect.model import scaled_mm_calls
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, reference_case, resumed_in
 from harness.matrix.linears import converted_fqns
@@ -98,7 +98,7 @@ def test_an_evaluation_changes_no_bit_and_has_the_loss_of_training(traces, axes)
     trained = [[(loss, norm) for _, loss, norm in steps] for steps in numbers(evaluated)]
     assert trained == [[(loss, norm) for _, loss, norm in steps] for steps in numbers(traces(**axes))]
     assert {step.scaled_mm_calls for trace in evaluated for step in trace.steps} == {
-        scaled_mm_calls(short(**axes, evaluate=True))
+        Expectations(short(**axes, evaluate=True)).scaled_mm_calls[1]
     }
 
 
@@ -112,7 +112,7 @@ def test_float8_tp_styles_change_no_bit(traces):
 def test_checkpointing_changes_no_bit_and_recomputes_as_many_matmuls_as_expected(traces, mode, recipe):
     recomputed = traces(recipe=recipe, checkpointing=mode)
     assert numbers(recomputed) == numbers(traces(recipe=recipe))
-    expected = scaled_mm_calls(short(recipe=recipe, checkpointing=mode))
+    expected = Expectations(short(recipe=recipe, checkpointing=mode)).scaled_mm_calls[1]
     assert {step.scaled_mm_calls for step in recomputed[0].steps} == {expected}
 
 
@@ -124,7 +124,7 @@ def test_the_expected_linears_are_converted_and_used(traces, recipe, output_laye
     assert trace.converted_fqns == converted_fqns(short(**axes))
     assert trace.unmatched_filters == ("nothing",)
     assert not any("wk" in fqn for fqn in trace.converted_fqns)
-    assert {step.scaled_mm_calls for step in trace.steps} == {scaled_mm_calls(short(**axes))}
+    assert {step.scaled_mm_calls for step in trace.steps} == {Expectations(short(**axes)).scaled_mm_calls[1]}
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, sweep({"tp": 2, **NO_LP})])

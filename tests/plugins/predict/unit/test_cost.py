@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.expect.compiled import executed_scaled_mm_calls
+from harness.expect.expectations import Expectations
 from harness.expect.work import ATTENTION, executed, gemms, work
 from harness.jsonform import to_json
 from harness.matrix import linears
@@ -295,7 +295,7 @@ def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
     if not is_llama(case.target):
         return
     multiplied = executed(case, rank=0).get("matmuls in float8")
-    assert (0 if multiplied is None else multiplied.calls) == executed_scaled_mm_calls(case)
+    assert (0 if multiplied is None else multiplied.calls) == Expectations(case).scaled_mm_calls[1]
 
 
 @given(TRAINED_DENSE_CASES)
