@@ -17,7 +17,7 @@ from harness.promises import Limit
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Resumed, StepInputs
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 # A model may get its tokens in a form that is not recognised: packed, with special tokens, every tensor-parallel rank a
 # piece. Their neighbours are still neighbours.
@@ -162,19 +162,9 @@ def _other_names(resumed: Resumed, number: int) -> list[str]:
 
 
 def _other_state(resumed: Resumed, number: int, layout: str, wrong: list[str]) -> Finding:
-    first = wrong[0]
-    parts = Counter(name.partition(" ")[2] for name in wrong)
-    words = ", ".join(
-        f"{part} of {counted(count, 'parameter')}" if part else f"the values of {counted(count, 'parameter')}"
-        for part, count in parts.items()
-    )
+    first, parts = wrong[0], Counter(name.partition(" ")[2] or "the values" for name in wrong)
+    words = ", ".join(f"{part} of {counted(count, 'parameter')}" for part, count in parts.items())
     fqn, _, part = first.partition(" ")
-    return OTHER_STATE.finding(
-        layout=layout,
-        parts=words,
-        what=part or "the values",
-        step=resumed.after_step + 1,
-        module=fqn,
-        expected=resumed.saved.get(first, "nothing"),
-        found=resumed.loaded[number].get(first, "nothing"),
-    )
+    values: dict[str, Value] = {"layout": layout, "parts": words, "what": part or "the values"}
+    expected, found = (state.get(first, "nothing") for state in (resumed.saved, resumed.loaded[number]))
+    return OTHER_STATE.finding(step=resumed.after_step + 1, module=fqn, expected=expected, found=found, values=values)

@@ -19,7 +19,7 @@ from harness.matrix.layout import coordinates
 from harness.matrix.numerics import gradients_are_followed
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GeneratedResult, GraphRecord, GraphTrace, Phase
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 _rule = Rules("graphs", Stage.EXECUTION, only={"a damaged trace": "unpaired ranks scale-shape"})
 NO_GRAPH = _rule("none", "the case asks for compiled blocks, but no graph was compiled", stage=Stage.MODEL)
@@ -97,14 +97,9 @@ def _constants(case: Case, run: Run) -> Iterator[Finding]:
         pairs = ((graph, pair) for graph, one in others for pair in zip(graph.constants, one.constants, strict=False))
         graph, (found, expected) = next((other for other in pairs if len(set(other[1])) > 1), (None, ("", "")))
         if graph is not None:
-            yield CONSTANTS.finding(
-                other=reference.rank,
-                operator=found.partition(" ")[0],
-                phase=graph.phase,
-                ranks=[trace.rank],
-                expected=expected,
-                found=found,
-            )
+            operator = found.partition(" ")[0]
+            values: dict[str, Value] = {"other": reference.rank, "operator": operator, "phase": graph.phase}
+            yield CONSTANTS.finding(ranks=[trace.rank], expected=expected, found=found, values=values)
 
 
 def _graphs(trace: RankTrace) -> Sequence[GraphRecord]:
@@ -195,15 +190,9 @@ def _wrong_rows(recorded: GraphTrace) -> Iterator[Finding]:
             wrong.setdefault(call.operator, []).append(call)
     for operator, calls in wrong.items():
         rows, total = sum(call.wrong_rows for call in calls), sum(call.rows for call in calls)
-        yield ROWS.finding(
-            operator=operator,
-            rows=rows,
-            total=total,
-            step=calls[0].step,
-            expected="the rows of its unfused form, up to rounding",
-            found=_example(calls[0]),
-            size=rows / total,
-        )
+        step, expected, found = calls[0].step, "the rows of its unfused form, up to rounding", _example(calls[0])
+        values: dict[str, Value] = {"operator": operator, "rows": rows, "total": total}
+        yield ROWS.finding(step=step, expected=expected, found=found, size=rows / total, values=values)
 
 
 def _example(call: FusedCall) -> str:

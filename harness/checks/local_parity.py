@@ -27,7 +27,7 @@ from harness.promises import Limit
 from harness.text import format_numbers, format_ranks
 from harness.trace import Run
 from harness.trace.model import ModuleDistance, SumTerms
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 _NOUNS = {
     "input": "input",
@@ -139,14 +139,8 @@ def _not_compared(run: Run, judged: Sequence[Judged], step: int) -> Iterator[Fin
         off = [rank for rank, distance in first.of_ranks.items() if distance > limit]
         unequal = [rank for rank, distance in first.of_ranks.items() if math.isnan(distance)]
         ranks = () if off and unequal else off or unequal  # where one is off, whether others are too is not known
-        finding = INCOMPARABLE.finding(
-            tensor=_NOUNS[first.kind],
-            problem=first.problem or "",
-            count=len(broken),
-            step=step,
-            module=first.fqn,
-            found=first.problem,
-        )
+        values: dict[str, Value] = {"tensor": _NOUNS[first.kind], "problem": first.problem or "", "count": len(broken)}
+        finding = INCOMPARABLE.finding(step=step, module=first.fqn, found=first.problem, values=values)
         yield about_ranks(finding, ranks, run) if first.terms is None else _not_summed(run, first, [first])
 
 
@@ -179,20 +173,13 @@ def _not_summed(run: Run, first: ModuleDistance, wrong: Sequence[ModuleDistance]
     terms = first.terms
     assert terms is not None, "it is about a sum"
     place = (first.fqn, first.call, first.kind)
-    alike = [
-        tensor.terms for tensor in wrong if (tensor.fqn, tensor.call, tensor.kind) == place and tensor.terms is not None
-    ]
+    alike = [tensor.terms for tensor in wrong if (tensor.fqn, tensor.call, tensor.kind) == place and tensor.terms]
     ranks = {rank for sum_terms in alike for rank, times in sum_terms.weights.items() if any(one != 1 for one in times)}
-    ended = _sum_instead(terms)
+    ended, expected = _sum_instead(terms), f"the sum of what {format_ranks(terms.ranks)} computed"
+    values: dict[str, Value] = {"ended": ended, "consumer": first.fqn}
+    size, module = nan_as_inf(first.distance), terms.fqn
     finding = SUM.finding(
-        ended=ended,
-        consumer=first.fqn,
-        step=first.step,
-        module=terms.fqn,
-        operand="output",
-        expected=f"the sum of what {format_ranks(terms.ranks)} computed",
-        found=ended,
-        size=nan_as_inf(first.distance),
+        step=first.step, module=module, operand="output", expected=expected, found=ended, size=size, values=values
     )
     return about_ranks(finding, ranks, run)
 

@@ -24,7 +24,7 @@ from harness.matrix.caseid import case_id
 from harness.matrix.numerics import async_tp_gap
 from harness.trace import RankTrace, Run
 from harness.trace.model import TensorSketch
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 _rule = Rules("metamorphic", Stage.SAME_LAYOUT, only={"a damaged trace": "nothing-compared one-side"})
 NO_PARTNER = _rule.no_witness()
@@ -82,14 +82,9 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
     if not expected:
         yield NOTHING_COMPARED.finding(partner=_partner(relation), expected="sketches")
     for key in sorted(found ^ expected)[:1]:
-        yield ONE_SIDE.finding(
-            partner=_partner(relation),
-            kind=key.kind,
-            side="here only" if key in found else "there only",
-            count=len(found ^ expected),
-            step=key.step,
-            module=key.fqn,
-        )
+        side, count = "here only" if key in found else "there only", len(found ^ expected)
+        values: dict[str, Value] = {"partner": _partner(relation), "kind": key.kind, "side": side, "count": count}
+        yield ONE_SIDE.finding(step=key.step, module=key.fqn, values=values)
     compared = sorted(
         (tensor for tensor in _bits(run, partner) if tensor.of in found & expected), key=lambda tensor: tensor.of
     )

@@ -424,14 +424,9 @@ def unequal_initial_weights(run: Run) -> list[Finding]:
             place = (parameter.fqn, parameter.offset, parameter.local_elements)
             holders.setdefault(place, {}).setdefault(parameter.built, trace.rank)
     unequal = {fqn: sorted(built.values()) for (fqn, _, _), built in holders.items() if len(built) > 1}
+    values: dict[str, Value] = {"count": len(unequal), "were": "was" if len(unequal) == 1 else "were"}
+    expected, others = "the same values on every rank that holds this part", "others on "
     return [
-        INITIAL.finding(
-            count=len(unequal),
-            were="was" if len(unequal) == 1 else "were",
-            ranks=ranks,
-            module=fqn,
-            expected="the same values on every rank that holds this part",
-            found=f"others on {format_ranks(ranks[1:])}",
-        )
-        for fqn, ranks in sorted(unequal.items())[:1]
+        INITIAL.finding(module=fqn, expected=expected, found=others + format_ranks(of[1:]), ranks=of, values=values)
+        for fqn, of in sorted(unequal.items())[:1]
     ]

@@ -265,17 +265,12 @@ def _replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:
     if not unequal:
         return []
     key, offset, digests = unequal[0]
+    values: dict[str, Value] = {"kind": key.kind, "offset": str(offset), "count": len(unequal)}
+    found = ", ".join(f"rank {rank}: {digest}" for rank, digest in sorted(digests.items()))
+    notes = _not_reduced(case, run, reference.get(key), key, sorted(digests))
     return [
         REPLICAS.finding(
-            kind=key.kind,
-            offset=str(offset),
-            count=len(unequal),
-            step=key.step,
-            module=key.fqn,
-            ranks=digests,
-            expected="one digest",
-            found=", ".join(f"rank {rank}: {digest}" for rank, digest in sorted(digests.items())),
-            notes=_not_reduced(case, run, reference.get(key), key, sorted(digests)),
+            step=key.step, module=key.fqn, ranks=digests, expected="one digest", found=found, notes=notes, values=values
         )
     ]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.checks import local_parity, metamorphic, parity
 from harness.checks.catalogue import by_cause
@@ -126,9 +127,11 @@ class CaseJudge:
             if not run.complete:
                 return ()
             witnesses = _with_model(case, run, witnesses, have)
+        parity_of = _parity_tolerance(case, witnesses, have)
+        lacking = {"golden": witnesses.golden, "tolerance": witnesses.tolerance, "parity_tolerance": parity_of}
         return references.needs(
             witnesses.expect,
-            _stored(case, witnesses, have),
+            references.Stored(**{name: kept is not None for name, kept in lacking.items()}),
             recorded=witnesses.records if run is None else _recorded(run),
             run=run,
             with_partner=not basis.needs_fix(fixes),
@@ -146,7 +149,7 @@ class CaseJudge:
         """Return the verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
         golden, source = _golden(basis, have)
-        witnesses = msgspec.structs.replace(
+        witnesses = replace(
             basis.witnesses,
             golden=golden,
             reference=have.get(references.BF16) if basis.needs_golden else None,
@@ -157,9 +160,8 @@ class CaseJudge:
         )
         if run.complete:
             witnesses = _with_derived_tolerances(case, _with_model(case, run, witnesses, have), have, run)
-        judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
-        explained = _explained(run, judged, have, witnesses)
-        explained = msgspec.structs.replace(explained, measured=measured(case, run, witnesses))
+        judged, numbers = judge(case, run, status, witnesses), measured(case, run, witnesses)
+        explained = _explained(run, replace(judged, golden=source, measured=numbers), have, witnesses)
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, explained.findings) if fault.fix not in mended)
         return with_doubts(with_known_faults(explained, left, datetime.date.today()), basis.doubts)
@@ -202,7 +204,7 @@ def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witn
     solo = finished(witnesses.solo)
     if solo is not None and any(finding.check in _COMPARED for finding in findings):
         findings = by_cause((*findings, *reference_without_fsdp(case, run, solo)))
-    return msgspec.structs.replace(judgement, findings=findings)
+    return replace(judgement, findings=findings)
 
 
 def _with_model(case: Case, run: Run, witnesses: Witnesses, have: RunsByRole) -> Witnesses:
@@ -214,15 +216,7 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, have: RunsByRole) ->
         return witnesses
     linears = found_model(case, reference, model, () if operands is None else operands.casts)
     expect = Expectations(case, linears, numerics=witnesses.expect.numerics, changes=witnesses.expect.changes)
-    return msgspec.structs.replace(witnesses, expect=expect)
-
-
-def _stored(case: Case, witnesses: Witnesses, have: RunsByRole) -> references.Stored:
-    return references.Stored(
-        golden=witnesses.golden is not None,
-        tolerance=witnesses.tolerance is not None,
-        parity_tolerance=_parity_tolerance(case, witnesses, have) is not None,
-    )
+    return replace(witnesses, expect=expect)
 
 
 def _parity_tolerance(case: Case, witnesses: Witnesses, have: RunsByRole) -> Tolerance | None:
@@ -240,18 +234,18 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, have: RunsByRole,
     The one of parity only for a run with sketches. Where a run for it did not finish, the checks say so.
     """
     loss, parity_of = witnesses.tolerance, _parity_tolerance(case, witnesses, have)
-    witnesses = msgspec.structs.replace(witnesses, parity_tolerance=parity_of)
+    witnesses = replace(witnesses, parity_tolerance=parity_of)
     if not set(references.NOISE) & have.keys():
         return witnesses
     reference, drawn = have.get(references.BF16), [have.get(role) for role in references.NOISE]
     complete = [draw for draw in map(finished, drawn) if draw is not None]
     if finished(reference) is None or reference is None or len(complete) < len(references.NOISE):
         failed = [ended for ended in (reference, *drawn) if ended is not None and not ended.complete]
-        return msgspec.structs.replace(witnesses, underived=failed[0] if failed else None)
+        return replace(witnesses, underived=failed[0] if failed else None)
     if parity_of is None and _is_sketched(run):
         parity_of = derived_parity_tolerance(case, reference, complete, witnesses.expect.numerics)
     loss = loss or derived_tolerance(case, reference, complete)
-    return msgspec.structs.replace(witnesses, tolerance=loss, parity_tolerance=parity_of)
+    return replace(witnesses, tolerance=loss, parity_tolerance=parity_of)
 
 
 class _EvidenceReader:

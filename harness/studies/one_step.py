@@ -122,16 +122,8 @@ def _other_number(
         why += "of all, or the sequences of a batch change one another in the model"
     else:
         why = f"gradients are summed or divided in another way where the batch is split, {found / expected:.6g} times"
-    return DEPENDS.finding(
-        step=1,
-        number=wrong[0],
-        value=f"{found:.7g}",
-        layout=layout_id(case.layout),
-        shows=shows,
-        whole=f"{expected:.7g}",
-        why=why,
-        fix=OVER_ALL_LABELS if shows == LABELS and of_labels else None,
-        expected=repr(expected),
-        found=repr(found),
-        size=apart[wrong[0]],
-    )
+    fix = OVER_ALL_LABELS if shows == LABELS and of_labels else None
+    values = {"number": wrong[0], "value": f"{found:.7g}", "whole": f"{expected:.7g}", "why": why}
+    values |= {"layout": layout_id(case.layout), "shows": shows}
+    size = apart[wrong[0]]
+    return DEPENDS.finding(step=1, fix=fix, expected=repr(expected), found=repr(found), size=size, values=values)
