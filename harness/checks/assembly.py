@@ -43,13 +43,19 @@ class Assembled(NamedTuple):
         return self.elements == math.prod(self.shape)
 
 
+def sketched(traces: Iterable[RankTrace]) -> Iterator[tuple[SketchKey, int, TensorSketch]]:
+    """Yield every sketch with the tensor and the rank that it is of."""
+    for trace in traces:
+        for sketch in trace.sketches or ():
+            yield SketchKey(sketch.step, sketch.kind, sketch.fqn), trace.rank, sketch
+
+
 def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
     """Return every sketched tensor of a run, sorted by step, kind and FQN."""
     shards: dict[SketchKey, list[TensorSketch]] = defaultdict(list)
-    for trace in traces:
-        for sketch in trace.sketches or ():
-            if sketch.owner:
-                shards[SketchKey(sketch.step, sketch.kind, sketch.fqn)].append(sketch)
+    for key, _, sketch in sketched(traces):
+        if sketch.owner:
+            shards[key].append(sketch)
     return {key: _sum(shards[key]) for key in sorted(shards)}
 
 
@@ -132,8 +138,7 @@ def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: 
 
 
 def _of(traces: Iterable[RankTrace], key: SketchKey) -> list[TensorSketch]:
-    sketches = (sketch for trace in traces for sketch in trace.sketches or ())
-    return [sketch for sketch in sketches if (sketch.step, sketch.kind, sketch.fqn) == key]
+    return [sketch for of, _, sketch in sketched(traces) if of == key]
 
 
 def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
@@ -148,10 +153,8 @@ def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
     """Shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
-    for trace in traces:
-        for sketch in trace.sketches or ():
-            key = SketchKey(sketch.step, sketch.kind, sketch.fqn)
-            holders[key, sketch.offset, sketch.local_shape][trace.rank] = sketch.digest
+    for key, rank, sketch in sketched(traces):
+        holders[key, sketch.offset, sketch.local_shape][rank] = sketch.digest
     return [
         (key, offset, digests)
         for (key, offset, _), digests in sorted(holders.items())

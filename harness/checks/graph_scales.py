@@ -127,8 +127,7 @@ def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterato
                 count = sum(_is_counted(cast, name) for cast in mine)
                 early = name.startswith("weights") and not case.float8.traits.one_scale_per_tensor
                 if count < wanted or (count > wanted and not early):
-                    values = (("of", f" of {name}"),)
-                    place = step, 0, rank, "the blocks"
+                    place, values = (step, 0, rank, "the blocks"), (("of", f" of {name}"),)
                     yield Mismatch(*place, RULES.number, str(wanted), str(count), values=values)
 
 
@@ -165,10 +164,9 @@ def _slack(case: Case, cast: GraphCast) -> float:
 
 def _scale_shape_fits(cast: GraphCast) -> bool:
     shape = cast.scale.shape
-    if math.prod(shape) == 1:
-        return True
-    spanned = [axis for axis, size in enumerate(cast.shape) if len(shape) == len(cast.shape) and shape[axis] != size]
-    return len(shape) == len(cast.shape) and len(spanned) == 1 and shape[spanned[0]] == 1
+    if math.prod(shape) == 1 or len(shape) != len(cast.shape):
+        return math.prod(shape) == 1
+    return [own for own, size in zip(shape, cast.shape, strict=True) if own != size] == [1]
 
 
 def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
@@ -180,8 +178,7 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
             group = on_ranks(casts, ranks, place)
             cast = group[min(group)]
             if len(group) != len(ranks):
-                every = f"{len(ranks)} ranks"
-                yield _mismatch(min(group), cast, OTHER_CASTS, every, f"{len(group)}")
+                yield _mismatch(min(group), cast, OTHER_CASTS, f"{len(ranks)} ranks", f"{len(group)}")
             elif case.float8.traits.in_blocks:  # which no sharding divides
                 yield from _each_alone(case, group)
             elif math.prod(cast.scale.shape) == 1:
@@ -200,9 +197,7 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
             sides = {"a": (matmul.a_scale, matmul.a_casts), "b": (matmul.b_scale, matmul.b_casts)}
             for side, (scale, orders) in sides.items():
                 known = [casts[trace.rank][matmul.step, order] for order in orders if matmul.step]
-                if (
-                    case.float8.traits.in_blocks and matmul.step
-                ):  # the scales of blocks are those of the cast, every one
+                if case.float8.traits.in_blocks and matmul.step:  # the scales of blocks are the cast's, every one
                     expected = str(known[0].scale) if known else "those of a cast in this step"
                     fits = scale.digest in {cast.scale.digest for cast in known}
                 else:

@@ -38,11 +38,10 @@ def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
         return None
     traces = run.by_rank
     golden, solo, replay = witnesses.golden, finished(witnesses.solo), witnesses.replay
-    curves = {"case": _curve(run), "solo": _curve(solo)}
+    available = {"case": _curve(run)} | ({} if solo is None else {"solo": _curve(solo)})
     seconds = ([step.seconds for step in trace.steps] for trace in traces)
     if golden is not None:
-        curves["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
-    available = {name: curve for name, curve in curves.items() if curve is not None}
+        available["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
     both = zip(available["case"].losses, golden.losses if golden is not None else (), strict=False)
     replayed = () if replay is None or not replay.complete else replay.traces[0].module_distances or ()
     return Measured(
@@ -71,9 +70,7 @@ def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
     )
 
 
-def _curve(run: Run | None) -> Curve | None:
-    if run is None or not run.traces:
-        return None
+def _curve(run: Run) -> Curve:
     steps = run.by_rank[0].steps
     return Curve(losses=tuple(step.loss for step in steps), grad_norms=tuple(step.grad_norm for step in steps))
 
@@ -199,7 +196,7 @@ def _cast_calls(traces: Sequence[RankTrace]) -> int | None:
 
 def _expected_cast_calls(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
     """What the formula says that the linears of these ranks cast; None where it does not apply, or nothing is seen."""
-    if not _applies(expect) or _cast_calls(traces) is None:
+    if not _applies(expect) or any(trace.operands is None for trace in traces):
         return None
     return expect.case.train.steps * sum(expect.of(trace.rank).cast_calls for trace in traces)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from harness.checks.assembly import SketchKey, assemble, relative_distances
+from harness.checks.assembly import SketchKey, assemble, relative_distances, sketched
 from harness.checks.check import Rules, Stage, Witnesses, finished, first_of_each, merge_ranks
 from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished
@@ -131,11 +131,7 @@ def _text(shard: TensorSketch | None) -> str:
 
 
 def _shards(run: Run) -> dict[tuple[SketchKey, int], TensorSketch]:
-    return {
-        (SketchKey(sketch.step, sketch.kind, sketch.fqn), trace.rank): sketch
-        for trace in run.traces
-        for sketch in trace.sketches or ()
-    }
+    return {(key, rank): sketch for key, rank, sketch in sketched(run.traces)}
 
 
 def _partner(relation: Relation) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from harness.checks.assembly import sketched
 from harness.checks.check import Rules, Stage, Witnesses, finished
 from harness.checks.updates import WIDE
 from harness.matrix.case import Case
@@ -318,8 +319,7 @@ def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | No
 def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
     if not traces or any(trace.sketches is None for trace in traces):
         return []
-    graded = {sketch.fqn for trace in traces for sketch in trace.sketches or () if sketch.kind == "grad"}
-    trained = [parameter.fqn for parameter in _trained(case, traces)]
+    trained, graded = [parameter.fqn for parameter in _trained(case, traces)], _gradient_norms(traces)
     idle = [fqn for fqn in trained if fqn not in graded]
     if not idle:
         return []
@@ -380,23 +380,16 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
 
 def _trained(case: Case, traces: list[RankTrace]) -> list[Parameter]:
     """Return the parameters that the first rank trains, and the others of its pipeline."""
-    ranks = peers(case.layout, traces[0].rank, ("pp",))
-    return [
-        parameter
-        for trace in traces
-        if trace.rank in ranks
-        for parameter in _record(trace).parameters
-        if parameter.trained
-    ]
+    stages = [_record(trace) for trace in traces if trace.rank in peers(case.layout, traces[0].rank, ("pp",))]
+    return [parameter for record in stages for parameter in record.parameters if parameter.trained]
 
 
 def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
     """Return the largest norm of a gradient on any rank in any step, by FQN; empty where none were sketched."""
     norms: dict[str, float] = {}
-    for trace in traces:
-        for sketch in trace.sketches or ():
-            if sketch.kind == "grad":
-                norms[sketch.fqn] = max(norms.get(sketch.fqn, 0.0), sketch.norm_squared**0.5)
+    for key, _, sketch in sketched(traces):
+        if key.kind == "grad":
+            norms[key.fqn] = max(norms.get(key.fqn, 0.0), sketch.norm_squared**0.5)
     return norms
 
 
@@ -405,11 +398,10 @@ def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
 
 def _settings(traces: list[RankTrace]) -> list[Finding]:
     """Settings of torch that were left changed and that change what others compute."""
-    changes = dict.fromkeys(change for trace in traces for change in trace.state if change.name in _HARMFUL)
-    states = ((change.name, change.phase, change.before, change.after) for change in changes)
+    changes = dict.fromkeys(one for trace in traces for one in trace.state if one.name in _HARMFUL)
     return [
-        SETTING.finding(setting=name, phase=phase, expected=before, found=after, fix=_HARMFUL[name])
-        for name, phase, before, after in states
+        SETTING.finding(setting=of.name, phase=of.phase, expected=of.before, found=of.after, fix=_HARMFUL[of.name])
+        for of in changes
     ]
 
 

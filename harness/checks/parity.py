@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from harness.checks import assembly
-from harness.checks.assembly import Assembled, Explanation, SketchKey, assemble, largest, nan_as_inf
+from harness.checks.assembly import Assembled, Explanation, SketchKey, assemble, largest, nan_as_inf, sketched
 from harness.checks.check import Rule, Rules, Stage, Witnesses, finished
 from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished, why_unfinished
@@ -153,17 +153,16 @@ def same_bits(run: Run, solo: Run) -> bool | None:
 
 def _bits(run: Run) -> set[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
     """Return the digest of every shard that is not empty, with the place of it."""
-    sketches = (sketch for trace in run.traces for sketch in trace.sketches or () if math.prod(sketch.local_shape))
-    return {piece for sketch in sketches for piece in _pieces(sketch)}
+    held = [(key, sketch) for key, _, sketch in sketched(run.traces) if math.prod(sketch.local_shape)]
+    return {(key, *piece) for key, sketch in held for piece in _pieces(sketch)}
 
 
-def _pieces(sketch: TensorSketch) -> Iterator[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
-    key, parts = SketchKey(sketch.step, sketch.kind, sketch.fqn), sketch.parts or (sketch.digest,)
-    offset, shape = list(sketch.offset), list(sketch.local_shape)
+def _pieces(sketch: TensorSketch) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
+    parts, offset, shape = sketch.parts or (sketch.digest,), list(sketch.offset), list(sketch.local_shape)
     if shape:
         shape[sketch.cut] //= len(parts)
     for digest in parts:
-        yield key, tuple(offset), tuple(shape), digest
+        yield tuple(offset), tuple(shape), digest
         if shape:
             offset[sketch.cut] += shape[sketch.cut]
 
