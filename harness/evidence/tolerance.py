@@ -132,11 +132,8 @@ def _training(case: Case) -> str:
     """Return the model, and the learning rate where it is not the default. A preset with overrides is another model."""
     target = "" if case.target == REFERENCE else f"{case.target.replace('.', '_')}_"
     values = own_values(case)
-    changed = (
-        axis.noise.format(values[name])
-        for name, axis in DECLARED.items()
-        if axis.noise and values[name] != DEFAULTS[name]
-    )
+    noisy = ((axis, name) for name, axis in DECLARED.items() if axis.noise and values[name] != DEFAULTS[name])
+    changed = (axis.noise.format(values[name]) for axis, name in noisy)
     return f"{target}{case.model.preset}{''.join(changed)}"
 
 
@@ -212,10 +209,8 @@ def noise(check: str, samples: Sequence[Sample]) -> tuple[float, ...]:
     measured = [sample.per_step for sample in samples]
     if check == PARITY:
         measured += _as_if_flipped_at_once(measured)
-    peaks = [
-        max(distances[step] for distances in measured if len(distances) > step)
-        for step in range(measured_steps(samples))
-    ]
+    steps = range(measured_steps(samples))
+    peaks = (max(distances[step] for distances in measured if len(distances) > step) for step in steps)
     return tuple(itertools.accumulate(peaks, max))
 
 
@@ -227,9 +222,7 @@ def _as_if_flipped_at_once(measured: Sequence[tuple[float, ...]]) -> list[tuple[
     steps later is not: 0.01 in the same step, 0.1 two later.
     """
     begun = MAX_SPREAD * max((distances[0] for distances in measured), default=EXACT)
-    first = [
-        next((at for at, distance in enumerate(distances) if at and distance > begun), 0) for distances in measured
-    ]
+    first = (next((at for at, one in enumerate(distances) if at and one > begun), 0) for distances in measured)
     return [(distances[0], *distances[at:]) for distances, at in zip(measured, first, strict=True) if at]
 
 

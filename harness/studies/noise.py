@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.checks.check import finished
 from harness.checks.judge import Judgement
@@ -27,8 +28,6 @@ from harness.text import timestamp
 from harness.trace import RankTrace
 from harness.verdict import Verdict
 from harness.workflow import run_cases
-
-DEFAULT_ENVIRONMENT = "default"
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +63,6 @@ def _is_measurable(case: Case) -> bool:
 
 def over_seeds(cases: Iterable[Case], seeds: int) -> tuple[Case, ...]:
     """These cases with each of the seeds 0 to `seeds` - 1."""
-    replace = msgspec.structs.replace
     return tuple(replace(case, train=replace(case.train, seed=seed)) for seed in range(seeds) for case in cases)
 
 
@@ -83,21 +81,19 @@ def measure(
     unique = tuple({case_id(case): case for case in (*references, *cases)}.values())
     review = partial(_keep_distances, wanted=wanted, kept=distances)
     result = run_cases(project, unique, plan, SanityJudge(), progress, review=review)
-    traces = {
-        case_result.case_id: case_result.run.traces[0]
-        for case_result in result.results
-        if case_result.verdict is Verdict.PASSED and case_result.run is not None
-    }
-    pairs = ((case, _reference_losses(project, case, traces, fresh=fresh)) for case in cases if case_id(case) in traces)
+    passed = [of for of in result.results if of.verdict is Verdict.PASSED]
+    traces = {of.case_id: of.run.traces[0] for of in passed if of.run is not None}
+    trained = [(case, traces[case_id(case)]) for case in cases if case_id(case) in traces]
+    pairs = ((case, trace, _reference_losses(project, case, traces, fresh=fresh)) for case, trace in trained)
     samples = [
-        _sample(case, tolerance.tolerance_key(case), _distances(traces[case_id(case)], losses))
-        for case, losses in pairs
+        _sample(case, tolerance.tolerance_key(case), _distances(trace, losses))
+        for case, trace, losses in pairs
         if losses is not None
     ]
     parity = [
         _sample(case, tolerance.parity_key(case, plan.numerics), distances[case_id(case)])
-        for case in cases
-        if case_id(case) in traces and case_id(case) in distances and not shares_its_parity_key(case, plan.numerics)
+        for case, _ in trained
+        if case_id(case) in distances and not shares_its_parity_key(case, plan.numerics)
     ]
     return Measurement(
         evidence={
@@ -106,7 +102,7 @@ def measure(
             if check_samples
         },
         new_samples=len(samples) + len(parity),
-        failed=tuple(case_result for case_result in result.results if case_result.verdict is not Verdict.PASSED),
+        failed=tuple(of for of in result.results if of.verdict is not Verdict.PASSED),
         interrupted=result.end.interrupted,
     )
 
@@ -128,7 +124,7 @@ def shares_its_parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bo
 
 def environment() -> str:
     """Return the variables that limit the CPU kernels of this process (`ATEN_CPU_CAPABILITY=avx2`), or `default`."""
-    return arithmetic_limits() or DEFAULT_ENVIRONMENT
+    return arithmetic_limits() or "default"
 
 
 def _spread(cases: list[Case], count: int) -> list[Case]:
@@ -170,11 +166,8 @@ def _merged(
     project: Project, check: str, samples: Sequence[tolerance.Sample], traces: Sequence[RankTrace], *, command: str
 ) -> tolerance.Evidence:
     """Return the stored evidence, with these samples instead of earlier ones of the same cases and environment."""
-    stored = (
-        tolerance.read_evidence(project.root, check).samples
-        if tolerance.evidence_path(project.root, check).exists()
-        else ()
-    )
+    is_stored = tolerance.evidence_path(project.root, check).exists()
+    stored = tolerance.read_evidence(project.root, check).samples if is_stored else ()
     replaced = {(sample.case_id, sample.environment) for sample in samples}
     kept = [sample for sample in stored if (sample.case_id, sample.environment) not in replaced]
     return tolerance.Evidence(

@@ -86,13 +86,10 @@ def make_goldens(
     """Run the reference cases and return their goldens. Stores nothing."""
     result = run_cases(project, references, plan, SanityJudge(), progress)
     commit = source_commit(project.root)
-    passed = [case_result for case_result in result.results if case_result.verdict is Verdict.PASSED]
-    goldens = [_golden(case_result, reason=reason, command=command, commit=commit) for case_result in passed]
-    return References(
-        goldens=tuple(goldens),
-        failed=tuple(case_result for case_result in result.results if case_result.verdict is not Verdict.PASSED),
-        interrupted=result.end.interrupted,
-    )
+    passed = (of for of in result.results if of.verdict is Verdict.PASSED)
+    failed = tuple(of for of in result.results if of.verdict is not Verdict.PASSED)
+    goldens = tuple(_golden(of, reason=reason, command=command, commit=commit) for of in passed)
+    return References(goldens=goldens, failed=failed, interrupted=result.end.interrupted)
 
 
 def _golden(result: CaseResult, *, reason: str, command: str, commit: str) -> Golden:
@@ -179,20 +176,12 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verification(run: RunResult) -> Verification:
-    contradicted = {
-        formula: tuple(
-            result.case_id
-            for result in run.results
-            if result.verdict is not Verdict.KNOWN and any(finding.formula == formula for finding in result.findings)
-        )
-        for formula in FORMULAS
-    }
+    judged = [result for result in run.results if result.verdict is not Verdict.KNOWN]
+    broken = {result.case_id: {finding.formula for finding in result.findings} for result in judged}
     return Verification(
         compared={formula: sum(_compares(result, formula) for result in run.results) for formula in FORMULAS},
-        contradicted=contradicted,
-        failed=tuple(
-            result for result in run.results if not result.verdict.good and result.verdict is not Verdict.CHANGED
-        ),
+        contradicted={of: tuple(name for name, formulas in broken.items() if of in formulas) for of in FORMULAS},
+        failed=tuple(of for of in run.results if not of.verdict.good and of.verdict is not Verdict.CHANGED),
     )
 
 
@@ -220,9 +209,8 @@ def fit_costs(file: Path, *, command: str) -> Costs:
     """Return the costs that the results in a file show. HarnessError when it holds too few runs."""
     run = read_results(file)
     # a case that is known has run twice where its fault has a fix
-    trained = [
-        (parse_case_id(result.case_id), result.cpu_s) for result in run.results if result.verdict is Verdict.PASSED
-    ]
+    passed = [result for result in run.results if result.verdict is Verdict.PASSED]
+    trained = ((parse_case_id(result.case_id), result.cpu_s) for result in passed)
     measured = [(case_features(case), cpu_s) for case, cpu_s in trained if expected_refusal(case) is None]
     solos = [
         (solo_features(parse_case_id(name)), witness.cpu_s)
@@ -261,6 +249,5 @@ def _fitted(samples: Sequence[tuple[Mapping[str, float], float]]) -> tuple[dict[
             break
         kept = [index for index, weight in zip(kept, weights, strict=True) if weight > 0]
     errors = np.abs(table[:, kept] @ weights / measured - 1)
-    return {names[index]: round(float(weight), 4) for index, weight in zip(kept, weights, strict=True)}, float(
-        np.median(errors)
-    )
+    by_name = {names[index]: round(float(weight), 4) for index, weight in zip(kept, weights, strict=True)}
+    return by_name, float(np.median(errors))
