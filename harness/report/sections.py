@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -137,44 +136,24 @@ def _plain_lines(block: str | Items | Facts | Verbatim | Entry, indent: str, wid
 
 
 def wrapped(text: str, width: int | None, first: str = "", later: str | None = None) -> list[str]:
-    """The lines of a text behind these indents, wrapped where they are too long. A line keeps an indent of its own.
-
-    Rows of a table in the text, whose cells are two spaces apart, get columns as narrow as they can be instead.
-    """
+    """The lines of a text behind these indents, wrapped where they are too long. A line keeps an indent of its own."""
     lines, start, rest = [], first, first if later is None else later
-    for is_table, group in groupby(printable(text).splitlines(), lambda line: len(_cells(line)) > 2):
-        group_lines = list(group)
-        if width is not None and is_table and max(map(len, group_lines)) + len(rest) > width:
-            group_lines = _narrowed(group_lines, width - len(rest)) or group_lines
-        for line in group_lines:
-            words = line.lstrip()
-            own = line[: len(line) - len(words)]
-            if width is None or len(start + line) <= width:
-                lines.append((start + line).rstrip())
-            else:
-                lines += textwrap.wrap(
-                    words,
-                    width,
-                    initial_indent=start + own,
-                    subsequent_indent=rest + own,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            start = rest if first.strip() else first
+    for line in printable(text).splitlines():
+        words = line.lstrip()
+        own = line[: len(line) - len(words)]
+        if width is None or len(start + line) <= width:
+            lines.append((start + line).rstrip())
+        else:
+            lines += textwrap.wrap(
+                words,
+                width,
+                initial_indent=start + own,
+                subsequent_indent=rest + own,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        start = rest if first.strip() else first
     return lines
-
-
-def _cells(line: str) -> list[str]:
-    return re.split(r" {2,}", line.strip())
-
-
-def _narrowed(lines: Sequence[str], room: int) -> list[str]:
-    rows = [_cells(line) for line in lines]
-    most = max(map(len, rows))
-    table = Table(rows=tuple((*row, *[""] * (most - len(row))) for row in rows), right=tuple(range(most)))
-    indent = min(len(line) - len(line.lstrip()) for line in lines)
-    narrowed = [line.plain for line in _table_lines(table, " " * indent, None)]
-    return narrowed if max(map(len, narrowed)) <= room else []
 
 
 def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]:
