@@ -9,7 +9,7 @@ from typing import Any
 import click
 from packaging.utils import canonicalize_name
 
-from harness.cli.options import Command, before_command, compose_options, print_sections, say
+from harness.cli.options import Command, before_command, compose_options, print_note, print_sections
 from harness.errors import HarnessError
 from harness.evidence.sealed import own_root
 from harness.matrix.axes import suggestion
@@ -47,7 +47,7 @@ def versions_parameter(command: Command) -> Command:
 
         def versions_for(project: Project, package: str) -> Versions:
             folder, here = project.state / "versions", given_environments(environments)
-            return Versions(package, folder, index, here, _note)
+            return Versions(package, folder, index, here, print_note)
 
         return command(versions_for=versions_for, **given)
 
@@ -94,15 +94,11 @@ def run_in_each(
     folder.mkdir(parents=True, exist_ok=True)
     runs = {}
     for environment in environments:
-        _note(environment.name)
+        print_note(environment.name)
         runs[environment.name] = run_in_environment(environment, words, folder, given=before_command())
         if runs[environment.name].end.interrupted:
             raise KeyboardInterrupt
     return runs
-
-
-def _note(text: str) -> None:
-    say(f"fp8-harness: note: {text}", err=True)
 
 
 def exit_code_of(runs: Mapping[str, RunResult]) -> int:

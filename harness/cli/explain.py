@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, project_of
+from harness.cli.options import PARTS_BY_TITLE, json_option, print_note, print_or_write, print_sections, project_of
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
 from harness.evidence.verified import doubts, read_verified
@@ -60,12 +60,7 @@ _LISTED = f"Print {'; '.join(f'{name}: {what}' for name, what in _LISTS.items())
 @click.argument("words", metavar="[CASE-ID|FILE]... | AXIS=VALUE... [TIER|FILE]", nargs=-1)
 @click.option("--list", "listed", type=click.Choice(list(_LISTS)), help=_LISTED)
 @json_option("the private parts")
-def explain(
-    words: tuple[str, ...],
-    *,
-    listed: str | None,
-    json_file: Path | None,
-) -> None:
+def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | None) -> None:
     """Describe cases, or list the rules for AXIS=VALUE.
 
     Of a case: the words of its id, its cost and its rules. AXIS=VALUE is searched in tier pr, or in the one given.
@@ -89,7 +84,7 @@ def explain(
         return
     print_sections(_explained(project, words))
     for sentence in project.replaced_tiers(words):
-        click.echo(f"fp8-harness: note: {sentence}", err=True)
+        print_note(sentence)
 
 
 def _explained(project: Project, words: Sequence[str]) -> list[Block]:

@@ -285,7 +285,7 @@ def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err
 
 def print_note(text: str) -> None:
     """Print a remark about the work, beside its results."""
-    click.echo(f"fp8-harness: note: {text}", err=True)
+    say(f"fp8-harness: note: {text}", err=True)
 
 
 def _options_that_write() -> str:

@@ -137,7 +137,7 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
     repeated = rerun.options.besides(given)
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):
-        options.say(f"fp8-harness: note: {note}", err=True)
+        options.print_note(note)
     query = msgspec.structs.replace(asked, sources=failed)
     return query, msgspec.structs.replace(repeated, **given.as_given)
 
