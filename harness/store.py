@@ -43,6 +43,7 @@ _LINE: msgspec.json.Decoder[RunStart | CaseResult | RunEnd] = msgspec.json.Decod
 )
 _NUMBERS = msgspec.json.Decoder(CaseNumbers, strict=False)
 Line = TypeVar("Line", CaseResult, RunEnd)
+Read = TypeVar("Read")
 
 
 def run_lines(run: RunResult) -> bytes:
@@ -131,19 +132,14 @@ class RunStore:
         start, end = RunStart(), None
         results: dict[str, CaseResult] = {}
         damaged: dict[str, str | None] = {}
-        for number, line in self._lines():
-            try:
-                record = _decoded(line)
-            except _UNREADABLE as error:
-                damaged[self._damage(number, error)] = _named_case(line)
-                if _other_schema(line):  # what follows cannot be read either
-                    break
-                continue
-            if isinstance(record, RunStart):
+        for line, record, damage in self._each(_decoded):
+            if damage:
+                damaged[damage] = _named_case(line)
+            elif isinstance(record, RunStart):
                 start = record
             elif isinstance(record, CaseResult):
                 results[record.case_id] = record
-            else:
+            elif record is not None:
                 end = record
         ids = dict.fromkeys((*start.cases, *results, *filter(None, damaged.values())))
         wall_s = sum(result.seconds for result in results.values())
@@ -156,15 +152,7 @@ class RunStore:
 
     def read_damage(self) -> tuple[str, ...]:
         """Return the lines that are not as they were written, each with its number. Cheap: no line is decoded."""
-        found = []
-        for number, line in self._lines():
-            try:
-                _check(line)
-            except _UNREADABLE as error:
-                found.append(self._damage(number, error))
-                if _other_schema(line):
-                    break
-        return tuple(found)
+        return tuple(damage for _, _, damage in self._each(_check) if damage)
 
     def read_start(self) -> RunStart | None:
         """Return the first line; None where it cannot be read. Cheap: no other line is read."""
@@ -200,8 +188,15 @@ class RunStore:
                     cases[name] = _NUMBERS.decode(line)
         return {name: case for name, case in cases.items() if case.verdict is not Verdict.NOT_RUN}
 
-    def _damage(self, number: int, error: Exception) -> str:
-        return f"{self.path}:{number}: not a line of results: {error}"
+    def _each(self, read: Callable[[bytes], Read]) -> Iterator[tuple[bytes, Read | None, str]]:
+        """Yield every line with what is read of it, or how it is damaged; nothing after one of another schema."""
+        for number, line in self._lines():
+            try:
+                yield line, read(line), ""
+            except _UNREADABLE as error:
+                yield line, None, f"{self.path}:{number}: not a line of results: {error}"
+                if _other_schema(line):
+                    return
 
     def _lines(self) -> list[tuple[int, bytes]]:
         """Return the lines that are not empty, with their numbers; none where there is no file."""
