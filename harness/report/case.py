@@ -14,7 +14,7 @@ from harness.checks.scales import check_underflow
 from harness.headline import alike
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
 from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
-from harness.text import binary_bytes, counted
+from harness.text import binary_bytes, counted, format_ranks
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
 
@@ -169,13 +169,18 @@ def _raised(failure: RankFailure) -> str:
 
 def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_LINES) -> tuple[Block, ...]:
     """Return how a rank failed, with the last lines of its traceback or stack dump."""
-    phase = f" in {failure.phase}" if failure.phase else ""
-    because = " (after another rank failed)" if failure.consequence else ""
     lines = failure.traceback.rstrip().splitlines()
     omitted = 0 if most is None else max(len(lines) - most, 0)
     earlier = [f"({omitted} earlier lines)"] if omitted else []
-    head = f"rank {failure.rank} {failure.kind}{phase}{because}: {failure.message}"
-    return (head, *([Verbatim("\n".join([*earlier, *lines[omitted:]]))] if lines else []))
+    text = "\n".join([*earlier, *lines[omitted:]])
+    return (failure_words(failure, [failure.rank]), *([Verbatim(text)] if lines else []))
+
+
+def failure_words(failure: RankFailure, ranks: Sequence[int]) -> str:
+    """Return how ranks that failed alike did: "ranks 0-2 raised in step 1: ValueError: x"."""
+    phase = f" in {failure.phase}" if failure.phase else ""
+    because = " (after another rank failed)" if failure.consequence else ""
+    return f"{format_ranks(ranks)} {failure.kind}{phase}{because}: {failure.message}"
 
 
 def shown_case(case: CaseResult) -> Iterator[Section]:

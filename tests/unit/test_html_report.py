@@ -198,7 +198,7 @@ def test_ranks_that_failed_alike_share_a_stack() -> None:
     stacks = page(bad(run=run_of(*failures))).data()["detail-0"]["stacks"]
     assert [stack["head"] for stack in stacks] == [
         "ranks 0, 2 raised in step 1: boom",
-        "rank 1 raised in step 1 after another rank failed: waits",
+        "rank 1 raised in step 1 (after another rank failed): waits",
     ]
     assert stacks[0]["text"] == "here"
 

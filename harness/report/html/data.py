@@ -6,12 +6,14 @@ Texts are those of the other reports; axes have their values in order; the casts
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from harness.checks.catalogue import CHECKS, first_effect
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
-from harness.report.case import distances, headline, outcome, retried
+from harness.report.case import distances, failure_words, headline, outcome, retried
 from harness.report.sections import Table
 from harness.result import CaseResult, CastRange, Curve, Measured, RunResult, Sent
 from harness.trace import RankFailure
@@ -21,17 +23,9 @@ _LAYOUT = "layout"  # the mesh in words: what people compare first, and no axis 
 _DIGITS = 3  # significant ones of what casts have
 # The worst first: of a cell of the heat map the worst verdict counts.
 _WORST_FIRST = (
-    Verdict.CRASH,
-    Verdict.HANG,
-    Verdict.INVARIANT,
-    Verdict.NUMERIC,
-    Verdict.CHANGED,
-    Verdict.UNEXPECTED_PASS,
-    Verdict.INFRA,
-    Verdict.NOT_RUN,
-    Verdict.KNOWN,
-    Verdict.PASSED,
-)
+    Verdict.CRASH, Verdict.HANG, Verdict.INVARIANT, Verdict.NUMERIC, Verdict.CHANGED, Verdict.UNEXPECTED_PASS,
+    Verdict.INFRA, Verdict.NOT_RUN, Verdict.KNOWN, Verdict.PASSED,
+)  # fmt: skip
 
 
 Data = dict[str, object]  # what is empty is left out of it
@@ -188,13 +182,8 @@ def _casts(casts: Sequence[CastRange]) -> Iterator[Data]:
 
 def _stacks(failures: Sequence[RankFailure]) -> Iterator[Data]:
     """Yield how ranks failed, each way once: causes before consequences."""
-    ways: dict[tuple[str, str, str, str, bool], list[int]] = {}
+    ways: dict[RankFailure, list[int]] = {}
     for failure in sorted(failures, key=lambda failure: (failure.consequence, failure.rank)):
-        ways.setdefault(
-            (failure.kind, failure.phase, failure.message, failure.traceback, failure.consequence), []
-        ).append(failure.rank)
-    for (kind, phase, message, traceback, consequence), ranks in ways.items():
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        when = f" in {phase}" if phase else ""
-        because = " after another rank failed" if consequence else ""
-        yield {"head": f"{who} {kind}{when}{because}: {message}", "text": traceback}
+        ways.setdefault(replace(failure, rank=0), []).append(failure.rank)
+    for failure, ranks in ways.items():
+        yield {"head": failure_words(failure, ranks), "text": failure.traceback}
