@@ -173,7 +173,10 @@ class CaseItem(pytest.Item):
         from harness.errors import HarnessError
 
         if isinstance(excinfo.value, CaseFailed):
-            return _failure(self.path, excinfo.value.result, whole=self.config.option.verbose > 0)
+            result, whole = excinfo.value.result, self.config.option.verbose > 0
+            findings = ReprTraceback([ReprEntryNative([f"{_findings(result, whole=whole)}\n"])], None, "native")
+            # What pytest tells of a failure on one line is the headline: rule and module first.
+            return ReprExceptionInfo(findings, ReprFileLocation(str(self.path), 1, _headline(result)))
         if isinstance(excinfo.value, HarnessError):
             return excinfo.value.text
         return super().repr_failure(excinfo, style)
@@ -198,12 +201,6 @@ def _headline(result: CaseResult) -> str:
     from harness.report.case import headline
 
     return headline(result)
-
-
-def _failure(path: Path, result: CaseResult, *, whole: bool) -> ReprExceptionInfo:
-    """Return the findings, with the headline as what pytest tells of a failure on one line: rule and module first."""
-    findings = ReprTraceback([ReprEntryNative([f"{_findings(result, whole=whole)}\n"])], None, "native")
-    return ReprExceptionInfo(findings, ReprFileLocation(str(path), 1, _headline(result)))
 
 
 def _findings(result: CaseResult, *, whole: bool = False) -> str:

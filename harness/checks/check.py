@@ -48,15 +48,12 @@ class Stage(enum.Enum):
     @property
     def place(self) -> int:
         """0 for the nearest to the cause."""
-        return _PLACES[self]
+        return list(Stage).index(self)
 
     @property
     def is_cause(self) -> bool:
         """True for what is wrong by itself, False for what may follow from it."""
         return self.place < Stage.MODULE.place
-
-
-_PLACES = {stage: place for place, stage in enumerate(Stage)}
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

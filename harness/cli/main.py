@@ -128,10 +128,7 @@ def _describe(error: BaseException) -> tuple[str, ExitCode]:
             from harness.running.selection import NothingSelected
             from harness.studies.surviving import RanksFailed
 
-            codes = {
-                NothingSelected: ExitCode.NOTHING_RAN,
-                RanksFailed: ExitCode.INFRA,
-            }
+            codes = {NothingSelected: ExitCode.NOTHING_RAN, RanksFailed: ExitCode.INFRA}
             code = next((code for kind, code in codes.items() if isinstance(error, kind)), ExitCode.USAGE)
             return error.text, code
         case OSError():

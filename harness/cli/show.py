@@ -164,11 +164,7 @@ def _curve(case: CaseResult) -> bytes:
 
 
 def page_of(
-    project: Project,
-    run: RunResult,
-    *,
-    front: Front | None = None,
-    added: Mapping[str, Path] = MappingProxyType({}),
+    project: Project, run: RunResult, *, front: Front | None = None, added: Mapping[str, Path] = MappingProxyType({})
 ) -> bytes:
     """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored.
 
@@ -289,7 +285,7 @@ def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, late
     shards = [shard for source in sources for shard in shards_of(project, source)]
     run = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
-        options.say(f"fp8-harness: note: the environments differ: {difference}.", err=True)
+        options.print_note(f"the environments differ: {difference}.")
     options.print_sections([damage_section(tuple(run.damaged))], err=True)
     write_whole(out, run_lines(run))
     totals = totals_words([result.verdict for result in run.results])

@@ -24,14 +24,8 @@ SUMMARY_BYTES = 1 << 20  # of one step; GitHub drops a larger summary as a whole
 _CUT = "\n\n… cut off here: the whole report is larger than GitHub shows.\n"
 _SUITE = "fp8-harness"  # also the class name of every case
 _ELEMENTS: Mapping[Verdict, Element] = {
-    Verdict.NUMERIC: "failure",
-    Verdict.INVARIANT: "failure",
-    Verdict.CHANGED: "failure",
-    Verdict.UNEXPECTED_PASS: "failure",
-    Verdict.CRASH: "error",
-    Verdict.HANG: "error",
-    Verdict.INFRA: "error",
-    Verdict.NOT_RUN: "error",
+    **dict.fromkeys((Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CHANGED, Verdict.UNEXPECTED_PASS), "failure"),
+    **dict.fromkeys((Verdict.CRASH, Verdict.HANG, Verdict.INFRA, Verdict.NOT_RUN), "error"),
     Verdict.KNOWN: "skipped",
 }
 

@@ -124,42 +124,38 @@ def runs_sections(runs: Sequence[Stored]) -> list[Block]:
             f"{counted(len(verdicts), 'case')}: {totals_words(verdicts)}",
             _origin(run),
         )
-        for number, run, verdicts in ((number, run, _verdicts(run)) for number, run in _with_number(runs))
+        for number, run, verdicts in _listed(runs)
     ]
     return [Table(rows=tuple(rows), right=(0,)), damage_section([line for run in runs for line in run.damaged])]
 
 
-def _with_number(runs: Sequence[Stored]) -> Iterator[tuple[int | None, Stored]]:
-    numbers = itertools.count()
-    yield from ((None if run.is_imported else next(numbers), run) for run in runs)
-
-
 def run_documents(runs: Sequence[Stored]) -> list[dict[str, object]]:
     """Return the same for programs."""
-    return [_document(number, run) for number, run in _with_number(runs)]
+    return [
+        {
+            "number": number,
+            "name": run.start.name,
+            "path": str(run.path),
+            "started": run.start.started,
+            "state": run.state,
+            "imported": run.is_imported,
+            "damaged": run.damaged,
+            "cases": len(verdicts),
+            "totals": verdict_totals(verdicts),
+            "argv": run.start.argv,
+            "environment": run.start.environment,
+        }
+        for number, run, verdicts in _listed(runs)
+    ]
 
 
-def _document(number: int | None, run: Stored) -> dict[str, object]:
-    verdicts = _verdicts(run)
-    return {
-        "number": number,
-        "name": run.start.name,
-        "path": str(run.path),
-        "started": run.start.started,
-        "state": run.state,
-        "imported": run.is_imported,
-        "damaged": run.damaged,
-        "cases": len(verdicts),
-        "totals": verdict_totals(verdicts),
-        "argv": run.start.argv,
-        "environment": run.start.environment,
-    }
-
-
-def _verdicts(run: Stored) -> list[Verdict]:
-    """Return how its cases ended; those without a result were not run."""
-    verdicts = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
-    return [*verdicts, *[Verdict.NOT_RUN] * (len(run.start.cases) - len(verdicts))]
+def _listed(runs: Sequence[Stored]) -> Iterator[tuple[int | None, Stored, list[Verdict]]]:
+    """Yield each run with its number, and how its cases ended; those without a result were not run."""
+    numbers = itertools.count()
+    for run in runs:
+        verdicts = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
+        verdicts += [Verdict.NOT_RUN] * (len(run.start.cases) - len(verdicts))
+        yield None if run.is_imported else next(numbers), run, verdicts
 
 
 def _origin(run: Stored) -> str:
@@ -188,10 +184,7 @@ def history_sections(history: History) -> list[Block]:
         "FLAKY: it ended differently in one environment." if history.is_flaky else "",
         "NONDETERMINISTIC: exact numbers changed in one environment." if history.is_nondeterministic else "",
     )
-    return [
-        history_table(history),
-        Section(blocks=(*((curves,) if len(moments) > 1 else ()), *filter(None, warnings))),
-    ]
+    return [history_table(history), Section(blocks=(*((curves,) if len(moments) > 1 else ()), *filter(None, warnings)))]
 
 
 def history_table(history: History) -> Table:
