@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,30 +26,18 @@ def finding(rule: str, step: int | None = 1, *, judged: bool = True) -> Finding:
     return a_finding(rule=rule, step=step, verdict=verdict, judged=judged)
 
 
-def gradients(step: int = 1) -> Finding:
-    return finding("parity/gradients", step)
-
-
-def loss(step: int = 1) -> Finding:
-    return finding("loss_vs_golden/loss", step)
-
-
-def diverges(step: int = 1) -> Finding:
-    return finding("divergence/operand", step)
-
-
-def not_finite(step: int, number: str = "grad-norm") -> Finding:
-    return finding(f"finite/{number}", step)
-
-
-def reduction(step: int = 1) -> Finding:
-    return finding("traffic/volume", step)
-
-
-def scale(step: int = 1) -> Finding:
-    return finding("scales/amax", step)
-
-
+gradients, loss, diverges, reduction, scale, norm_lost, loss_lost = (
+    partial(finding, rule)
+    for rule in (
+        "parity/gradients",
+        "loss_vs_golden/loss",
+        "divergence/operand",
+        "traffic/volume",
+        "scales/amax",
+        "finite/grad-norm",
+        "finite/loss",
+    )
+)
 SATURATED = finding("scales/saturated")
 GATHERED = finding("traffic/high-precision")
 CASTS = finding("scales/number")
@@ -78,9 +67,9 @@ TOLD = {
     "scales precomputed once": (scale(3), reduction(2), diverges(3), gradients(3)),
     "gradients of the last step kept": (KEPT, gradients(2), diverges(3), loss(3)),
     "other tokens": (DATA, TOKENS, diverges(), gradients()),
-    "a scale of infinity": (scale(), diverges(), not_finite(1), gradients(), not_finite(2, "loss"), loss(2)),
-    "NaN in one gradient": (not_finite(2), gradients(2), scale(3), not_finite(3, "loss"), loss(3)),
-    "NaN in the loss": (not_finite(1, "loss"), gradients(), loss()),
+    "a scale of infinity": (scale(), diverges(), norm_lost(1), gradients(), loss_lost(2), loss(2)),
+    "NaN in one gradient": (norm_lost(2), gradients(2), scale(3), loss_lost(3), loss(3)),
+    "NaN in the loss": (loss_lost(1), gradients(), loss()),
     "output of TP not reduced": (reduction(), SAME_DATA, gradients()),
     "a wrong loss without a solo witness": (loss(3), finding("parity/no-witness", None, judged=False)),
     "nothing to compare with": (NO_GOLDEN,),
@@ -113,8 +102,8 @@ def test_effects_begin_where_nothing_after_can_be_the_cause(fault: str, effects:
 
 def test_a_norm_that_is_no_number_has_the_module_whose_gradient_is_none() -> None:
     lost = replace(gradients(2), module="wq", values={"norm": math.nan})
-    assert [each.module for each in by_cause((not_finite(2), lost))] == ["wq", "wq"]
-    assert by_cause((not_finite(2), replace(lost, values={"norm": 1.0})))[0].module is None
+    assert [each.module for each in by_cause((norm_lost(2), lost))] == ["wq", "wq"]
+    assert by_cause((norm_lost(2), replace(lost, values={"norm": 1.0})))[0].module is None
 
 
 @given(st.lists(st.sampled_from([shown for findings in TOLD.values() for shown in findings]), max_size=8))

@@ -29,12 +29,13 @@ HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes, and the text inside of each script and style."""
+    """The elements of a page with their attributes, and its text: inside of each script and style, and outside."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.inside: list[str] = []
+        self.shown = ""
         self.text = content.decode()
         self.feed(self.text)
 
@@ -46,6 +47,8 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.elements[-1:] and self.elements[-1][0] in ("script", "style") and self.inside:
             self.inside[-1] += data
+        else:
+            self.shown += data
 
     def handle_endtag(self, tag: str) -> None:
         if tag in ("script", "style"):
@@ -108,13 +111,6 @@ def test_texts_of_a_run_are_never_markup(text: str) -> None:
     assert html_page.data()["index"]["cases"][0]["id"] == printable(text or "x")
 
 
-def test_data_cannot_end_its_element_or_a_line_of_script() -> None:
-    embedded = page(bad(message=HOSTILE)).inside
-    for text in embedded:
-        if text.startswith("{"):
-            assert not set(text) & set("<>&\u2028\u2029")
-
-
 def test_the_policy_allows_this_script_and_this_style_alone() -> None:
     html_page = page(bad())
     policy = next(
@@ -125,8 +121,6 @@ def test_the_policy_allows_this_script_and_this_style_alone() -> None:
     for kind, text in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}';" in policy
-    html_page = page(bad())
-    style, script = html_page.inside[0], html_page.inside[-1]
     assert not html_page.of("link") and not any("src" in attributes for _, attributes in html_page.elements)
     assert "@import" not in style and "url(" not in style
     assert not re.search(

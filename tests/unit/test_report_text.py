@@ -200,12 +200,6 @@ def test_the_table_never_splits_an_id_and_nothing_else_is_wider_than_the_termina
     assert sum(line.count("words") for line in lines) == 30 * len(IDS)
 
 
-def test_an_id_has_a_line_of_its_own_only_where_there_is_no_room() -> None:
-    assert table_lines(result("tp2-rowwise"), width=60)[1].split() == ["tp2-rowwise", "passed", "4", "1.2", "2.5"]
-    narrow = table_lines(result(IDS[0]), width=60)
-    assert narrow == [IDS[0], "  verdict passed, ranks 4, wall s 1.2, CPU s 2.5"]
-
-
 def test_cases_that_were_not_run_are_one_line() -> None:
     waiting = [result(f"w{number}", Verdict.NOT_RUN) for number in range(34)]
     text = text_report(run(result(), *waiting, interrupted=True))

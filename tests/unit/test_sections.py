@@ -19,7 +19,6 @@ from harness.report.sections import (
     text_of,
     wrapped,
 )
-from harness.text import printable
 
 TABLE = Table(
     columns=("case", "verdict", "ranks", "note"),
@@ -122,14 +121,6 @@ def test_a_table_in_markdown() -> None:
         r"| `a\|b` | 1 | &lt;b&gt;\| |",
         "|  | 2 | x y |",
     ]
-
-
-def test_control_characters_do_not_reach_a_terminal() -> None:
-    assert printable("\x1b[31mred\x1b[0m\x07\x00 ok\ttab\r\nline\ud800") == "red ok\ttab\nline"
-    assert printable("a\u202eb\u2066c") == r"a\u202eb\u2066c"
-    blocks = ("\x1b[1m", Items(("\x07",)), Facts((("a", "\x00"),)), Verbatim("\x1b[1mx"), Table(rows=(("\x07x", "y"),)))
-    section = Section(title="\x07t", blocks=(*blocks, Entry(title="\x07", lines=("\x07",), command="\x07")))
-    assert not {"\x1b", "\x07", "\x00"} & set(text_of([section]) + markdown([section]))
 
 
 @given(st.lists(st.text("ab \n", max_size=200)).map(" ".join), st.integers(60, 100))

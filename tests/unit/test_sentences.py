@@ -18,7 +18,7 @@ from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect, sign
 from harness.checks.check import Mismatch, Rule, findings_by_rule, merge_ranks
 from harness.checks.judge import Judgement, with_known_faults
 from harness.matrix.records import Symptom
-from harness.text import counted, filled, shown
+from harness.text import filled, shown
 from harness.verdict import Finding, Value, Verdict
 from tests.builders import WQ, make_known, make_trace, run_of
 
@@ -342,12 +342,3 @@ def test_another_wording_changes_nothing_that_a_record_explains(
     ]
     assert ends[0].verdict is ends[1].verdict
     assert [finding.rule for finding in ends[0].findings] == [finding.rule for finding in ends[1].findings]
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 cases"), (1, "1 case"), (2, "2 cases")])
-def test_a_noun_has_the_number_of_its_count(count: int, text: str) -> None:
-    assert counted(count, "case") == text
-
-
-def test_nouns_without_s_have_a_plural_of_their_own() -> None:
-    assert (counted(1, "witness", "witnesses"), counted(2, "witness", "witnesses")) == ("1 witness", "2 witnesses")
