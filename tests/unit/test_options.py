@@ -18,7 +18,6 @@ from harness.cli.baseline_update import with_target_here
 from harness.cli.explain import options_markdown
 from harness.cli.main import app, main
 from harness.cli.options import plan_parameter
-from harness.engine.hardware import Device
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.case import Case, Float8, Layout, Train
@@ -27,9 +26,9 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.space import spaces_of
 from harness.matrix.tier import count_cells
 from harness.project import Project, find_project, is_case_file
-from harness.request import Arithmetic, default_arithmetic
+from harness.request import default_arithmetic
 from harness.run_options import PlanOptions, RunOptions, option_named, options_of, words_of
-from harness.running.plan import FABRICS, Plan, make_plan, parse_injection
+from harness.running.plan import Plan, make_plan, parse_injection
 from harness.running.selection import Query, excluded_cells, parse_keyword, select_cases
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
@@ -82,12 +81,10 @@ def test_every_option_that_is_repeated_is_stored_and_has_its_words() -> None:
 
 def test_every_option_that_is_repeated_is_in_the_command_of_a_case() -> None:
     plain = set(Plan().command("x").split())
-    for name in RunOptions.__struct_fields__:
+    for name, kind in options_of(RunOptions).items():
         if name in Plan.__struct_fields__:
-            kind = options_of(RunOptions)[name]
-            other = next(
-                (choice for choice in kind.choices if choice not in ("auto", getattr(Plan(), name))), VALUES.get(name)
-            )
+            others = (choice for choice in kind.choices if choice not in ("auto", getattr(Plan(), name)))
+            other = next(others, VALUES.get(name))
             words = Plan(**{name: other}).command("x").split()
             assert {kind.flag, *words_of({name: other})} <= set(words) - plain, name
 
@@ -95,7 +92,6 @@ def test_every_option_that_is_repeated_is_in_the_command_of_a_case() -> None:
 def test_the_time_limit_of_a_case_is_multiplied() -> None:
     plain, slow = make_plan(device="cpu"), make_plan(device="cpu", timeout_factor=2.5)
     assert slow.deadline_s(Case()) == 2.5 * plain.deadline_s(Case())
-    assert slow.command("x") == "fp8-harness run x --timeout-factor 2.5"
     assert make_plan(device="cpu", timeout_s=9.0, timeout_factor=1.0).deadline_s(Case()) == 9
     with pytest.raises(HarnessError, match=r"--timeout-factor: contradicts --timeout-s. Fix: give one of them"):
         make_plan(device="cpu", timeout_s=9.0, timeout_factor=2.0)
@@ -123,11 +119,8 @@ def test_nearest_root_above(project: Project, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(below)
     monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path / "state"))
     assert find_project() == Project(root=project.root.resolve(), state=project.state.resolve())
-
-
-def test_root_without_cases(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="not a project root"):
-        find_project(tmp_path)
+        find_project(below)
 
 
 def test_tiers_leave_out_records(project: Project, tmp_path: Path) -> None:
@@ -178,32 +171,36 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     plan = make_plan(device="cpu", fabric="gloo", engine="torchrun", inject=("my patch.py:apply",))
     words = "--fabric gloo --engine torchrun --inject 'my patch.py:apply'"
     assert plan.command("x") == f"fp8-harness run x {words}"
-    assert Plan(device="cuda", fabric="nccl", arithmetic="kernel").command("x") == "fp8-harness run x --device cuda"
 
 
 def test_ranks_of_a_program_of_ones_own_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(layout=Layout(tp=2))
     assert make_plan(device="cpu").one_node(case)
     monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
-    assert not make_plan(device="cpu").one_node(case)
+    plan = make_plan(device="cpu")
+    assert not plan.one_node(case)
+    assert plan.command("x") == "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run x"
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "words"),
+    ("plan", "command"),
     [
-        ("cpu", "exact", ""),
-        ("cpu", "kernel", " --arithmetic kernel"),
-        ("cuda", "kernel", " --device cuda"),
-        ("cuda", "exact", " --device cuda --arithmetic exact"),
+        (Plan(device="cpu", arithmetic="exact"), "fp8-harness run x"),
+        (Plan(device="cpu", arithmetic="kernel"), "fp8-harness run x --arithmetic kernel"),
+        (Plan(device="cuda", fabric="nccl", arithmetic="kernel"), "fp8-harness run x --device cuda"),
+        (
+            Plan(device="cuda", fabric="nccl", arithmetic="exact"),
+            "fp8-harness run x --device cuda --arithmetic exact",
+        ),
+        (Plan(timeout_s=20.0), "fp8-harness run x --timeout-s 20"),
+        (Plan(timeout_s=0.1), "fp8-harness run x --timeout-s 0.1"),
+        (Plan(timeout_factor=2.5), "fp8-harness run x --timeout-factor 2.5"),
+        (Plan(program="my ranks"), "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run x"),
     ],
 )
-def test_command_has_the_arithmetic_where_it_is_not_the_usual_one(
-    device: Device, asked: Arithmetic, words: str
-) -> None:
-    plan = Plan(device=device, fabric=FABRICS[device][0], arithmetic=asked)
-    assert plan.command("x") == f"fp8-harness run x{words}"
+def test_a_command_has_what_is_not_as_usual(plan: Plan, command: str) -> None:
+    assert plan.command("x") == command
     assert make_plan(device="cpu").arithmetic == "exact" and default_arithmetic("cuda") == "kernel"
-    assert RunOptions(arithmetic=asked).words == ("--arithmetic", asked)
 
 
 def test_a_gpu_is_not_asked_for_what_no_kernel_does() -> None:
@@ -216,28 +213,11 @@ def test_a_gpu_is_not_asked_for_what_no_kernel_does() -> None:
     check_fits([in_float64], Plan(device="cpu", arithmetic="kernel", capacity=capacity))
 
 
-@pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])
-def test_command_has_the_time_limit_that_was_given(timeout_s: float | None, words: str) -> None:
-    assert Plan(timeout_s=timeout_s).command("x") == f"fp8-harness run x{words}"
-
-
-def test_command_has_the_rank_program_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "my.ranks")
-    assert make_plan(device="cpu").command("x") == "FP8_HARNESS_PROGRAM=my.ranks fp8-harness run x"
-    odd = Plan(program="my ranks").command("x")
-    assert odd == "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run x"
-
-
 def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(HarnessError, match="no CUDA device"):
         make_plan(device="cuda")
     assert make_plan(device="auto").device == "cpu"
-
-
-@pytest.mark.parametrize(("asked", "chosen"), [("auto", "shared"), ("shared", "shared"), ("gloo", "gloo")])
-def test_fabrics_of_a_cpu(asked: str, chosen: str) -> None:
-    assert make_plan(device="cpu", fabric=asked).fabric == chosen
 
 
 @pytest.fixture
@@ -253,7 +233,9 @@ def test_fabrics_of_another_device_are_refused() -> None:
     assert raised.value.where == "--fabric nccl" and "needs a GPU" in raised.value.what
     assert raised.value.fix == "use --fabric shared or gloo, or --device cuda."
     assert make_plan(device="cuda").fabric == make_plan(device="cuda", fabric="nccl").fabric == "nccl"
+    assert make_plan(device="cpu").fabric == "shared"
     for asked in ("shared", "gloo"):
+        assert make_plan(device="cpu", fabric=asked).fabric == asked
         with pytest.raises(HarnessError, match=f"--fabric {asked}: ranks on cuda cannot use it"):
             make_plan(device="cuda", fabric=asked)
 
@@ -342,17 +324,15 @@ def test_an_excluded_id_names_its_rule(project: Project) -> None:
         select_cases(project, Query(sources=(case_id(case),)))
 
 
-@pytest.mark.parametrize("name", ["tp", "recipe", "fp8_all_gather"])
-def test_census_parts_add_up(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("tp", [1, 2, 3]), ("recipe", ["bf16", "rowwise", "tensorwise"]), ("fp8_all_gather", [False, True])],
+)
+def test_census_parts_add_up(name: str, values: list[object]) -> None:
     """Cells and rule counts of all values of an axis add up to those of the whole matrix."""
     file = parse_case_file(GRID, where="grid.toml")
-    values: dict[str, list[object]] = {
-        "tp": [1, 2, 3],
-        "recipe": ["bf16", "rowwise", "tensorwise"],
-        "fp8_all_gather": [False, True],
-    }
     whole = count_cells(file, {})
-    parts = [count_cells(file, {name: value}) for value in values[name]]
+    parts = [count_cells(file, {name: value}) for value in values]
     assert whole.cells == math.prod(spaces_of(file.blocks, None)[0].sizes)
     assert sum(part.cells for part in parts) == whole.cells
     for count in whole.counts:
@@ -360,10 +340,7 @@ def test_census_parts_add_up(name: str) -> None:
             part_count.cells for part in parts for part_count in part.counts if part_count.rule.name == count.rule.name
         ]
         assert sum(cells) == count.cells
-
-
-def test_census_of_a_value_the_matrix_does_not_have() -> None:
-    assert count_cells(parse_case_file(GRID, where="grid.toml"), {"dtype": "bfloat16"}).cells == 0
+    assert count_cells(file, {"dtype": "bfloat16"}).cells == 0, "the matrix does not have this value"
 
 
 ON_RANKS = [make_case(recipe="rowwise", dp_shard=size) for size in (1, 2, 4, 8)]
@@ -382,10 +359,7 @@ def test_measured_cases_leave_out_those_with_a_recorded_fault_and_name_it() -> N
     assert [case.world_size for case in chosen] == [1, 2]
     left_out = recorded_cases(ON_RANKS, [fault])
     assert left_out == {case_id(case): (fault,) for case in ON_RANKS[2:]}
-
-
-def test_a_case_that_is_not_measured_anyway_is_not_left_out_for_a_fault() -> None:
-    assert recorded_cases([REFUSED], [make_known(where="tp=2")]) == {}
+    assert recorded_cases([REFUSED], [make_known(where="tp=2")]) == {}, "it is not measured anyway"
 
 
 def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,8 +460,5 @@ def test_an_option_that_has_become_a_value_says_how_to_give_it(
 ) -> None:
     assert main(words.split()) == 2
     assert f"Fix: give {fix}" in capsys.readouterr().err
-
-
-def test_an_option_that_a_command_has_not_is_given_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--lr", "1"]) == 2
-    assert "--set" not in capsys.readouterr().err
+    assert "--set" not in capsys.readouterr().err, "that command has none"

@@ -90,6 +90,8 @@ def test_runs_are_found_by_number_name_and_file(project: Project, tmp_path: Path
     for case_id in (A, B):
         add(project, case_id, name="v1")
     assert ids(results_of(project, "v1")) == [B]
+    project.new_run()
+    assert ids(results_of(project, "last")) == [B], "a run that never began is no run"
 
 
 def test_a_folder_of_files_is_one_run(project: Project, tmp_path: Path) -> None:
@@ -110,12 +112,6 @@ def test_what_is_not_there_is_one_clear_error(project: Project, text: str) -> No
     add(project, A)
     with pytest.raises(HarnessError, match="no such results"):
         results_of(project, text)
-
-
-def test_a_run_that_never_began_is_no_run(project: Project) -> None:
-    add(project, A)
-    project.new_run()
-    assert ids(results_of(project, "last")) == [A]
 
 
 def test_states_of_runs(project: Project) -> None:
@@ -168,22 +164,22 @@ def test_random_bytes_in_a_run_that_ended_are_an_error_that_names_the_line(proje
     assert all(case.ran for case in results_of(project, "last").results)  # it has a readable result of each case
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "\xff", '{"schema": 2,\n"cases": []}'])
-def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: str) -> None:
+NO_LINE = r"x\.json:1: not a line of results.* Fix: write the file again"
+OTHER_SCHEMA = run_lines(RunResult(results=())).replace(b'"schema":4', b'"schema":2')
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((content, NO_LINE) for content in (b"{}", b"[]", b"\xff", b'{"schema": 2,\n"cases": []}')),
+        (b"", "holds no results"),
+        (OTHER_SCHEMA, "it has schema 2, this version reads schema 4"),
+    ],
+)
+def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: bytes, said: str) -> None:
     file = tmp_path / "x.json"
-    file.write_text(content, encoding="latin-1")
-    with pytest.raises(HarnessError, match=r"x\.json:1: not a line of results.* Fix: write the file again"):
-        read_results(file)
-
-
-def test_an_empty_file_and_one_of_another_schema_are_told(tmp_path: Path) -> None:
-    file = tmp_path / "x.jsonl"
-    file.touch()
-    with pytest.raises(HarnessError, match="holds no results"):
-        read_results(file)
-    file = tmp_path / "x.jsonl"
-    file.write_bytes(run_lines(RunResult(results=())).replace(b'"schema":4', b'"schema":2'))
-    with pytest.raises(HarnessError, match="it has schema 2, this version reads schema 4"):
+    file.write_bytes(content)
+    with pytest.raises(HarnessError, match=said):
         read_results(file)
 
 
