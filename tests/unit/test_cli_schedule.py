@@ -19,32 +19,26 @@ from tests.builders import make_case, make_result
 
 
 class FakeWork:
-    """Records what it is asked to do; interrupts, raises or waits for the stop at the given position."""
+    """Records what it is asked to do; at the given position it does "interrupt", "raise" or "wait" for the stop."""
 
-    def __init__(
-        self, *, interrupt_at: int | None = None, raise_at: int | None = None, wait_at: int | None = None
-    ) -> None:
+    def __init__(self, then: str = "", *, at: int | None = None) -> None:
         self.order: list[Case] = []
         self.stopped = threading.Event()
-        self._interrupt_at = interrupt_at
-        self._raise_at = raise_at
-        self._wait_at = wait_at
+        self._then, self._at = then, at
 
     def run(self, case: Case) -> CaseResult | None:
         self.order.append(case)
-        if self._raise_at == len(self.order):
+        if len(self.order) != self._at:
+            return make_result(case_id(case))
+        if self._then == "raise":
             raise HarnessError("planted")
-        if self._interrupt_at == len(self.order):
+        if self._then == "interrupt":
             time.sleep(0.1)  # the main thread waits for the next event by now
             # Seen by the handler of C in this thread, so the wait of the main thread goes on, as it does where the
             # signal comes just before the wait.
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-            assert self.stopped.wait(10)
-            return None
-        if self._wait_at == len(self.order):
-            assert self.stopped.wait(10)
-            return None
-        return make_result(case_id(case))
+        assert self.stopped.wait(10)
+        return None
 
     def stop(self) -> None:
         self.stopped.set()
@@ -87,7 +81,7 @@ def test_largest_world_first_then_order_of_selection() -> None:
 
 def test_interrupt_keeps_what_is_finished_and_starts_nothing() -> None:
     cases = [make_case(seed=seed) for seed in range(6)]
-    work = FakeWork(interrupt_at=3)
+    work = FakeWork("interrupt", at=3)
     before = signal.getsignal(signal.SIGINT)
     ended, _ = scheduled(cases, work)
     assert ended.interrupted
@@ -116,14 +110,14 @@ def test_a_hangup_interrupts_unless_it_is_ignored(ignored: bool) -> None:
 
 
 def test_an_error_in_a_thread_stops_the_run_and_is_raised() -> None:
-    work = FakeWork(raise_at=2)
+    work = FakeWork("raise", at=2)
     with pytest.raises(HarnessError, match="planted"):
         scheduled([make_case(seed=seed) for seed in range(6)], work)
     assert work.stopped.is_set()
 
 
 def test_enough_results_end_the_run_without_an_interruption() -> None:
-    work = FakeWork(wait_at=3)
+    work = FakeWork("wait", at=3)
     ended, _ = scheduled([make_case(seed=seed) for seed in range(6)], work, wanted=2)
     assert not ended.interrupted
     assert work.stopped.is_set()

