@@ -228,16 +228,8 @@ def _unordered(message: str) -> str:
 def _of_finding(finding: Finding) -> FailureSignature:
     rule = RULES.get(finding.rule)
     values = (str(finding.values.get(name, "")) for name in (rule.key if rule is not None else ()))
-    located = rule is not None and rule.located and finding.module is not None
-    where = (_INDEX.sub("*", finding.module or ""),) if located else ()
-    return FailureSignature(
-        kind=finding.rule,
-        what=", ".join(value for value in values if value),
-        where=(*where, *((_kind_of(finding.operand),) if finding.operand else ())),
-        first_step=finding.step,
-    )
-
-
-def _kind_of(operand: str) -> str:
-    """Return the operand without what differs from case to case, such as the shape of a cast in a graph."""
-    return _NUMBER.sub("N", operand.partition(", [")[0])
+    module = finding.module if rule is not None and rule.located else None
+    operand = finding.operand.partition(", [")[0]  # without the shape of a cast in a graph
+    where = _INDEX.sub("*", module or ""), _NUMBER.sub("N", operand)
+    what = ", ".join(filter(None, values))
+    return FailureSignature(kind=finding.rule, what=what, where=tuple(filter(None, where)), first_step=finding.step)

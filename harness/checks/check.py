@@ -219,13 +219,12 @@ def findings_by_rule(
     by_rule: dict[tuple[object, ...], list[Mismatch]] = {}
     for mismatch in sorted(mismatches, key=lambda mismatch: mismatch[:3]):
         by_rule.setdefault((mismatch.rule.name, mismatch.values), []).append(mismatch)
-    return [_of_rule(group, explain(group[0])) for group in by_rule.values()]
-
-
-def _of_rule(mismatches: list[Mismatch], why: str) -> Finding:
-    first, ranks = mismatches[0], {mismatch.rank for mismatch in mismatches}
-    suffix, notes = f"{first.place_words}; {{total}} in total on {{ranks}}", [why] if why else []
-    return replace(first.finding(suffix, notes, total=len(mismatches)), ranks=tuple(sorted(ranks)))
+    findings = []
+    for first, *others in by_rule.values():
+        suffix, notes = f"{first.place_words}; {{total}} in total on {{ranks}}", filter(None, [explain(first)])
+        ranks = sorted({first.rank, *(other.rank for other in others)})
+        findings.append(replace(first.finding(suffix, notes, total=1 + len(others)), ranks=tuple(ranks)))
+    return findings
 
 
 def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[int]]:

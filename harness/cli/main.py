@@ -54,9 +54,6 @@ interrupted.
 """
 
 
-_HELP = {"help_option_names": ["-h", "--help"]}
-
-
 def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     """Print versions, folders and digests of the packages that a run depends on."""
     if not value:
@@ -68,7 +65,9 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     ctx.exit()
 
 
-@click.group(cls=LazyGroup, sections=_SECTIONS, epilog=_EPILOG, context_settings=_HELP)
+@click.group(
+    cls=LazyGroup, sections=_SECTIONS, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="Print versions."
 )

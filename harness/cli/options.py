@@ -101,16 +101,12 @@ def _click_type(option: Option) -> click.ParamType[Any] | None:
 
 
 def _complete_axis(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return how AXIS=VALUE may go on: the names that begin so; of the only one, its values."""
+    """Return how AXIS=VALUE may go on: the names that begin so; of the only one, its values, or an example."""
     names = [f"{name}=" for name in AXES if incomplete.startswith(f"{name}=") or f"{name}=".startswith(incomplete)]
     if len(names) > 1:
         return names
-    return [word for name in names for word in _assignments(name[:-1]) if word.startswith(incomplete)]
-
-
-def _assignments(name: str) -> list[str]:
-    """Return AXIS=VALUE for every value of an axis; of a number or a text, for an example."""
-    return [f"{name}={shown_value(value)}" for value in choices(name) or (example(name),)]
+    values = [(name, value) for name in names for value in choices(name[:-1]) or (example(name[:-1]),)]
+    return [word for name, value in values if (word := f"{name}{shown_value(value)}").startswith(incomplete)]
 
 
 def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
