@@ -127,10 +127,7 @@ def test_the_policy_allows_this_script_and_this_style_alone() -> None:
         r"\b(fetch|XMLHttpRequest|WebSocket|importScripts|eval|innerHTML|insertAdjacentHTML)\b", script
     )
     assert "</script" not in script and "<!--" not in script
-
-
-def test_the_licence_of_the_library_is_in_the_page() -> None:
-    assert "Permission is hereby granted, free of charge" in page(bad()).inside[-1]
+    assert "Permission is hereby granted, free of charge" in script, "the licence of the library"
 
 
 def test_the_worst_come_first_and_axes_are_those_that_differ() -> None:

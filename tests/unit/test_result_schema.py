@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -133,37 +133,28 @@ def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:
     assert (end["exit_code"], end["totals"]["numeric"], end["cpu_s"]) == (1, 1, 3.0)
 
 
-def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
-    def apply(part: Any) -> None:
-        for key in path[:-1]:
-            part = part[key]
-        part[path[-1]] = value
-
-    return apply
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("path", "value"),
     [
-        spoil(0, "schema", value=1),
-        spoil(0, "line", value="other"),
-        spoil(0, "extra", value=1),
-        spoil(1, "verdict", value="fine"),
-        spoil(1, "losses", value=[None]),
-        spoil(1, "losses", value=["nan"]),
-        spoil(1, "extra", value=1),
-        spoil(1, "findings", 0, "step", value="2"),
-        spoil(1, "not_judged", value=["traffic"]),
-        spoil(1, "not_judged", 0, "check", value=None),
-        spoil(1, "not_judged", 0, "extra", value=1),
-        spoil(2, "exit_code", value=7),
-        spoil(2, "extra", value=1),
-        spoil(2, "totals", value=[]),
+        ((0, "schema"), 1),
+        ((0, "line"), "other"),
+        ((0, "extra"), 1),
+        ((1, "verdict"), "fine"),
+        ((1, "losses"), [None]),
+        ((1, "losses"), ["nan"]),
+        ((1, "findings", 0, "step"), "2"),
+        ((1, "not_judged"), ["traffic"]),
+        ((1, "not_judged", 0, "check"), None),
+        ((1, "not_judged", 0, "extra"), 1),
+        ((2, "exit_code"), 7),
+        ((2, "totals"), []),
     ],
 )
-def test_the_schema_refuses_what_no_run_writes(change: Callable[[Any], None]) -> None:
-    spoiled = copy.deepcopy(example())
-    change(spoiled)
+def test_the_schema_refuses_what_no_run_writes(path: tuple[str | int, ...], value: object) -> None:
+    part = spoiled = copy.deepcopy(example())
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
     assert not all(VALIDATOR.is_valid(line) for line in spoiled)
 
 

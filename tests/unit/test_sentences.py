@@ -104,17 +104,6 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "the loss differs by +1 from the golden at step 3, 0.25 allowed\na table",
     ),
     (
-        checks.loss_vs_golden.NO_TOLERANCE.finding(why="was measured"),
-        "cannot be judged: no loss tolerance was measured; set `loss_tolerance` in the case",
-    ),
-    (
-        checks.loss_vs_golden.PROVES_NOTHING.finding(remedy="train more steps"),
-        (
-            "cannot be judged: the golden moves less than the tolerance allows, so a model that never trains would "
-            "pass; train more steps"
-        ),
-    ),
-    (
         checks.parity.GRADIENTS.finding(
             noun="gradients",
             module="b",
