@@ -53,18 +53,9 @@ _DESCRIPTION = "Bugs: every reported bug that has a case."
 
 Status = Literal["open", "live", "fixed", "refused"]
 Symptom = Literal[
-    "crash",
-    "hang",
-    "nan",
-    "wrong_numbers",
-    "diverges",
-    "memory",
-    "traffic",
-    "slow",
-    "metric",
-    "not_converted",
+    "crash", "hang", "nan", "wrong_numbers", "diverges", "memory", "traffic", "slow", "metric", "not_converted",
     "unknown",
-]
+]  # fmt: skip
 _WORDS = ("stated", "derived", "assumed", "missing", "refused")
 
 
@@ -211,9 +202,8 @@ def _check_status(toml: TomlFile, bug: Bug, case: Case | None, words: Mapping[st
     if bug.status != "refused" and case is None:
         raise toml.error("bug", "status", what="there is no [case].", fix='add one, or write status = "refused".')
     if words["missing"] and bug.status != "open":
-        raise toml.error(
-            "missing", what=f"fields are open in a bug that is {bug.status}.", fix='write status = "open".'
-        )
+        what = f"fields are open in a bug that is {bug.status}."
+        raise toml.error("missing", what=what, fix='write status = "open".')
     if bug.status in ("live", "fixed") and not bug.detected_by:
         raise toml.error("bug", what=f"a {bug.status} bug needs detected_by.", fix='write detected_by = ["scales"].')
     if bug.planted and bug.status != "fixed":

@@ -215,10 +215,7 @@ _inject_option = click.option(
     help="What makes the case fail: FILE.py:FUNCTION, fault:NAME, or planted: the faults of the bug file. Repeatable.",
 )
 _trial_options = options.compose_options(
-    click.argument("case", metavar="CASE"),
-    _inject_option,
-    options.plan_parameter,
-    options.project_parameter,
+    click.argument("case", metavar="CASE"), _inject_option, options.plan_parameter, options.project_parameter
 )
 
 
@@ -330,10 +327,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     """Find the smallest case that fails like CASE, and what the failure needs."""
     plan = plan_for().of(named.case)
     journal = open_journal(project, named.case, injections, witness_key(plan))
-    with (
-        options.open_progress() as progress,
-        open_trials(project, plan, progress, named.case, injections) as trials,
-    ):
+    with options.open_progress() as progress, open_trials(project, plan, progress, named.case, injections) as trials:
         shrunk = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     first = journal.get(case_id(named.case))
     assert first is not None, "the given case is tried first"

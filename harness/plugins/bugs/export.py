@@ -107,8 +107,7 @@ def export(
     """
     case, signature, title = named.case, failure_of(result), title_of(named, result)
     error = _error_of(result)
-    made = script(case, signature, title=title, checks=failed_checks(result))
-    file = folder / f"{file_name(named)}.py"
+    made, file = script(case, signature, title=title, checks=failed_checks(result)), folder / f"{file_name(named)}.py"
     reports = [named.bug.bug.link] if named.bug is not None and named.bug.bug.link != UNREPORTED else []
     links = (*reports, *(f"{name}: {why.replace(f' ({UNREPORTED})', '')}" for name, why in known.items()))
     patches = tuple(patch_of(injection, folder) for injection in injections)
@@ -120,11 +119,8 @@ def export(
 def failure_of(result: CaseResult) -> FailureSignature:
     """Return how it failed. HarnessError if it did not."""
     if result.failure_signature is None:
-        raise HarnessError(
-            "it does not fail, so there is nothing to export.",
-            where=result.case_id,
-            fix="give the case, and by --inject the fault, with which it fails.",
-        )
+        fix = "give the case, and by --inject the fault, with which it fails."
+        raise HarnessError("it does not fail, so there is nothing to export.", where=result.case_id, fix=fix)
     return result.failure_signature
 
 
@@ -178,22 +174,18 @@ def exported_case(case: Case) -> Case:
     fault: where the recipe allows it, a script compares in float32.
     """
     if case.target != REFERENCE:
-        raise HarnessError(
-            f"target {case.target} cannot be exported: a script has the reference Llama.",
-            fix="export the case without its target, if it fails there too.",
-        )
+        what = f"target {case.target} cannot be exported: a script has the reference Llama."
+        raise HarnessError(what, fix="export the case without its target, if it fails there too.")
     if case.float8.traits.in_blocks:
-        raise HarnessError(
-            "MXFP8 cannot be exported: a script has no casts of blocks, whose operators torchao has on SM 10.0 alone.",
-            where=case_id(case),
-            fix="report the command that reproduces it: the case runs wherever this tool is installed.",
+        what = (
+            "MXFP8 cannot be exported: a script has no casts of blocks, whose operators torchao has on SM 10.0 alone."
         )
+        fix = "report the command that reproduces it: the case runs wherever this tool is installed."
+        raise HarnessError(what, where=case_id(case), fix=fix)
     dropped = [name for name in own_axes(case) if name in _NOT_IN_SCRIPTS]
     if dropped:
-        raise HarnessError(
-            f"{' and '.join(dropped)} cannot be exported: a script converts by a recipe and trains in plain steps.",
-            fix="export the case without, if it fails alike: `bug shrink` tells.",
-        )
+        what = f"{' and '.join(dropped)} cannot be exported: a script converts by a recipe and trains in plain steps."
+        raise HarnessError(what, fix="export the case without, if it fails alike: `bug shrink` tells.")
     dtype = case.train.dtype
     if dtype == "float64":
         dtype = "bfloat16" if case.float8.traits.writes_bfloat16 else "float32"
@@ -214,13 +206,13 @@ def with_values(source: str, values: Mapping[str, object]) -> str:
     """Return the source with these values of its constants, whose names are written as there. Comments stay."""
 
     def line(match: re.Match[str]) -> str:
-        return f"{match[1]} = {_literal(values[match[1]])}" if match[1] in values else match[0]
+        if match[1] not in values:
+            return match[0]
+        value = values[match[1]]
+        text = json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
+        return f"{match[1]} = {text}"
 
     return _CONSTANT.sub(line, source)
-
-
-def _literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
 
 
 def quoted(text: str) -> str:
@@ -234,10 +226,8 @@ def constants(case: Case, signature: FailureSignature, checks: Collection[str] =
     if detects == "scattered":
         mesh = {"tp": case.layout.tp}
     elif case.layout.async_tp:
-        raise HarnessError(
-            "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter.",
-            fix="export the case without async TP, if it fails alike: `bug shrink` tells.",
-        )
+        what = "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter."
+        raise HarnessError(what, fix="export the case without async TP, if it fails alike: `bug shrink` tells.")
     return _of_failure(case, signature, detects) | {"MESH": mesh} | _of_case(case)
 
 
@@ -256,10 +246,9 @@ def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> D
     if signature.kind != "hang" and not {signature.check, *checks}.isdisjoint(_NUMBERS):
         return "gradients"
     needed = _NEEDED.get(signature.check or signature.kind, "what the harness records of a run")
-    raise HarnessError(
-        f"a failure of kind {signature.kind} cannot be exported: a script would need {needed}.",
-        fix="give the id of the case in the issue, or export a case whose gradients differ from those of one rank.",
-    )
+    what = f"a failure of kind {signature.kind} cannot be exported: a script would need {needed}."
+    fix = "give the id of the case in the issue, or export a case whose gradients differ from those of one rank."
+    raise HarnessError(what, fix=fix)
 
 
 def _of_failure(case: Case, signature: FailureSignature, detects: Detects) -> dict[str, object]:
@@ -339,11 +328,8 @@ def script_outcome(output: str) -> Proof:
     texts: dict[str, str] = {}
     for match in _OUTCOME.finditer(output):
         texts.setdefault(match[1], match[0].rstrip())
-    outcomes: tuple[Outcome, ...] = ("FAULT", "cannot tell", "fixed")
-    for outcome in outcomes:
-        if outcome in texts:
-            return Proof(outcome, texts[outcome])
-    return Proof("cannot tell", output.strip()[-500:])
+    worst: tuple[Outcome, ...] = ("FAULT", "cannot tell", "fixed")
+    return next((Proof(of, texts[of]) for of in worst if of in texts), Proof("cannot tell", output.strip()[-500:]))
 
 
 _PACKAGE = Path(__file__).parents[2]
@@ -373,10 +359,8 @@ def exported_fault(name: str) -> str:
     try:
         gather(_modules()[name], name, imports, texts)
     except _NeedsHarness as reached:
-        raise HarnessError(
-            f"planted fault {name} cannot be exported: {reached.what}",
-            fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
-        ) from reached
+        fix = "write it as a function of a file, and give --inject FILE.py:FUNCTION."
+        raise HarnessError(f"planted fault {name} cannot be exported: {reached.what}", fix=fix) from reached
     head = "\n".join([f'"""Plants the fault {name}, a deliberate bug: {_title(name)}."""', "", *sorted(imports)])
     return "\n\n\n".join([head, *texts.values()]) + "\n"
 

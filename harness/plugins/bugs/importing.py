@@ -69,11 +69,7 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     given_link, bug_id = _name(report, options)
     seen = _seen(report, options)
     job = read_job(report, options)
-    bug = replace(
-        seen,
-        link=given_link or seen.link,
-        status="refused" if job.refused else "open",
-    )
+    bug = replace(seen, link=given_link or seen.link, status="refused" if job.refused else "open")
     words = {name: printable(value) for name, value in msgspec.structs.asdict(bug).items() if isinstance(value, str)}
     bug = replace(bug, **words)  # a log of CI may show the file
     origins = {

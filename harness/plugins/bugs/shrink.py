@@ -117,11 +117,8 @@ class _Shrinking:
         if not first.decided:
             raise HarnessError(f"it could not be run: {first.message}.", where=first.case_id)
         if first.signature is None:
-            raise HarnessError(
-                "it does not fail, so there is nothing to shrink.",
-                where=first.case_id,
-                fix="give the case, and by --inject the fault, with which it fails.",
-            )
+            fix = "give the case, and by --inject the fault, with which it fails."
+            raise HarnessError("it does not fail, so there is nothing to shrink.", where=first.case_id, fix=fix)
         self._signature = first.signature
         self.note(f"failure: {first.text}")
         complete, larger = True, tuple[Attempt, ...]()

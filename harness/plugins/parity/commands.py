@@ -20,7 +20,6 @@ from harness.plugins.parity.layouts import (
     USUAL,
     CurveRow,
     CurveWord,
-    Distance,
     Parity,
     Row,
     Word,
@@ -102,7 +101,7 @@ def parity_table(parity: Parity) -> Table:
     if parity.against:
         columns["base off"] = _of_base(_off)
     columns["replay"] = lambda row: "" if row.replay is None else f"{row.replay:.2g}"
-    columns |= {"allowed": _allowed, "worst gradient, or why": _why}
+    columns |= {"allowed": lambda row: _short(_distances(row)[1]), "worst gradient, or why": _why}
     shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
     shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith(("base", "replay"))}
     words = ("layout", "verdict", "base", "change", "worst gradient, or why")
@@ -136,13 +135,11 @@ def _distances(row: Row) -> tuple[object, object]:
 
 
 def _off(row: Row) -> str:
-    off, _ = _distances(row)
-    return f"{off:.2g}" if isinstance(off, float) else "-"
+    return _short(_distances(row)[0])
 
 
-def _allowed(row: Row) -> str:
-    _, allowed = _distances(row)
-    return f"{allowed:.2g}" if isinstance(allowed, float) else "-"
+def _short(distance: object) -> str:
+    return f"{distance:.2g}" if isinstance(distance, float) else "-"
 
 
 def _why(row: Row) -> str:
@@ -158,9 +155,8 @@ def _answer(parity: Parity) -> str:
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
     open_words = [row.word for row in parity.every if row.word in ("not judged", "not run", "infra", "changed")]
     curve = f"{parity.golden.name} is {parity.golden.word}" if parity.golden is not None else ""
-    line = "; ".join(
-        filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", loop, _counts(open_words), curve))
-    )
+    first = f"parity: {said if wrong else 'no layout is wrong'}"
+    line = "; ".join(filter(None, (first, loop, _counts(open_words), curve)))
     changes = [row.change for row in parity.rows if row.change]
     return f"{line}; against {parity.against}: {_counts(changes)}" if parity.against else line
 
@@ -196,31 +192,17 @@ def _without_refused(parity: Parity) -> Block:
 
 def parity_sections(parity: Parity, run: RunResult) -> list[Block]:
     """Return the verdict, the table, what is wrong with its layouts, and the totals."""
-    return [
-        _answer(parity),
-        _titled(parity),
-        *_one_step(parity),
-        *_golden(parity),
-        *_wrong(parity, run),
-        *_notes(parity),
-        _line(parity),
-    ]
+    table = Section(title=f"{parity.case_id}: layouts against one rank", blocks=(parity_table(parity),))
+    return [_answer(parity), table, *_others(parity), *_wrong(parity, run), *_notes(parity), _line(parity)]
 
 
-def _titled(parity: Parity) -> Section:
-    return Section(title=f"{parity.case_id}: layouts against one rank", blocks=(parity_table(parity),))
-
-
-def _one_step(parity: Parity) -> Iterator[Block]:
-    """Yield what training loops get wrong: a step each, or why the target takes none."""
+def _others(parity: Parity) -> Iterator[Block]:
+    """Yield what stands below the table of layouts: what training loops get wrong, a step each; and the golden file."""
     cells = tuple((row.layout, row.word, _loss(1)(row), _norm(1)(row), _why(row)) for row in parity.one_step)
     if cells:
         title = "one step, without FP8"
         yield Table(columns=(title, "verdict", "loss", "norm", "why"), rows=cells, right=(2, 3), verdict=1)
-
-
-def _golden(parity: Parity) -> Sequence[Block]:
-    return () if parity.golden is None else curve_sections([parity.golden])
+    yield from () if parity.golden is None else curve_sections([parity.golden])
 
 
 def _wrong(parity: Parity, run: RunResult) -> Sequence[Block]:
@@ -232,8 +214,7 @@ def _first(parity: Parity) -> Iterator[Entry]:
     """Yield what is wrong first with every wrong layout, in the base too, and the command that runs it alone."""
     for row in parity.every:
         if row.word == "wrong":
-            both = row.base is not None and row.base.word == "wrong"
-            before = (f"in the base too: {row.base.why}",) if both and row.base is not None else ()
+            before = (f"in the base too: {row.base.why}",) if row.base and row.base.word == "wrong" else ()
             yield Entry(title=f"{row.layout}: {row.why}", lines=before, command=row.command)
 
 
@@ -246,18 +227,10 @@ def _limits(parity: Parity) -> Iterator[Block]:
 def parity_markdown(parity: Parity, run: RunResult) -> str:
     """What a bot posts: the verdict, the table, what is wrong, with the rest folded, and what was not looked at."""
     details = _wrong(parity, run)
-    folded = [Section(title="all findings", blocks=(Verbatim(text_of(details).rstrip(), "text"),), folded=True)]
-    body = (
-        f"`{parity.case_id}`: layouts against one rank",
-        parity_table(parity),
-        *_one_step(parity),
-        *_golden(parity),
-        *_first(parity),
-        *(folded if details else ()),
-        *_notes(parity),
-        _line(parity),
-        *_limits(parity),
-    )
+    tables = (f"`{parity.case_id}`: layouts against one rank", parity_table(parity), *_others(parity))
+    findings = Section(title="all findings", blocks=(Verbatim(text_of(details).rstrip(), "text"),), folded=True)
+    folded = [findings] if details else []
+    body = (*tables, *_first(parity), *folded, *_notes(parity), _line(parity), *_limits(parity))
     return markdown([Section(title=_answer(parity), blocks=body)])
 
 
@@ -274,14 +247,7 @@ def parity_junit(parity: Parity, run: RunResult) -> bytes:
 
 def parity_page(parity: Parity, run: RunResult) -> bytes:
     """Return the page of the run, with the table above its cases."""
-    blocks = (
-        parity_table(parity),
-        *_one_step(parity),
-        *_golden(parity),
-        *_first(parity),
-        *_notes(parity),
-        *_limits(parity),
-    )
+    blocks = (parity_table(parity), *_others(parity), *_first(parity), *_notes(parity), *_limits(parity))
     section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
     good = parity.exit_code is ExitCode.GOOD
     state, line = "good" if good else "not good", f"{_answer(parity)}. {_line(parity)}"
@@ -309,11 +275,8 @@ def curve_sections(rows: Sequence[CurveRow]) -> list[Block]:
 def _curve_cells(row: CurveRow) -> tuple[str, ...]:
     shown = row.first or row.worst
     numbers = (f"{shown.value:.6g}", f"{shown.nearest:.6g}", f"{shown.off:.2g}", f"{shown.allowed:.2g}")
-    return (row.name, row.word, _spans(row.steps), _first_wrong(row.first), *numbers)
-
-
-def _first_wrong(first: Distance | None) -> str:
-    return "-" if first is None else f"{first.kind}, step {first.step}"
+    first = "-" if row.first is None else f"{row.first.kind}, step {row.first.step}"
+    return (row.name, row.word, _spans(row.steps), first, *numbers)
 
 
 def _spans(steps: Sequence[tuple[int, CurveWord]]) -> str:
@@ -404,9 +367,8 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     base = {**(usual if named is None else own_values(one_case(project, named))), **axes}
     plan = plan_for(inject=inject)
     plan = with_command(plan, options.given_run_options(), CommandOptions())
-    if asked is None and plan.capacity.total == 1:  # one GPU has one layout
-        plan = plan.on_cpu
     if asked is None:
+        plan = plan.on_cpu if plan.capacity.total == 1 else plan  # one GPU has one layout
         layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
     else:
         layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))

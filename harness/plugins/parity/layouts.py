@@ -30,7 +30,7 @@ from harness.plugins.parity.against import Against, Base, Change, change
 from harness.plugins.parity.curves import Number, TextCurve, curve_of_case, job_of
 from harness.project import Project
 from harness.registry import is_llama
-from harness.result import CaseResult, Curve, RunResult, WorstGradient
+from harness.result import CaseResult, RunResult, WorstGradient
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import START_S, NothingSelected, Query, relative_speed
@@ -86,14 +86,12 @@ def judge_curve(curve: TextCurve, others: Sequence[TextCurve]) -> CurveRow:
         what = f"{counted(different, 'other run')} of its job cannot show what rounding does to it."
         raise HarnessError(what, where=curve.name, fix=f"give at least {MIN_OTHERS} others, in layouts that differ.")
     distances.sort(key=lambda distance: distance.step)
-    steps = tuple(
-        (step, _worst_word(group)) for step, group in itertools.groupby(distances, key=lambda distance: distance.step)
-    )
+    by_step = itertools.groupby(distances, key=lambda distance: distance.step)
     return CurveRow(
         name=curve.name,
         word=_worst_word(distances),
         others=tuple(other.name for other in sound),
-        steps=steps,
+        steps=tuple((step, _worst_word(group)) for step, group in by_step),
         first=next((distance for distance in distances if distance.word == "wrong"), None),
         worst=max(distances, key=lambda distance: distance.off / distance.allowed),
     )
@@ -271,19 +269,18 @@ def compare_layouts(
         why = ", ".join(f"{row.layout}: {row.why}" for row in excluded)
         raise NothingSelected(f"every layout is excluded: {why}.", where="--layouts", fix="give others.")
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
-    base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
     ids = tuple(map(case_id, chosen))
+    base = None if against is None else against.run(chosen[0].target, ids)
     more = one_step_cases(chosen[0], [case.layout for case in chosen], sharp)
     result, _ = run(project, Query(sources=(*ids, *more)), plan, progress, hints=False)
     one_step = judged_one_step(more, result.results)
     judged = (one_step[of.case_id].result if of.case_id in one_step else of for of in result.results)
     result = msgspec.structs.replace(result, results=tuple(judged))
     every = [_beside(base, of) if of.case_id in ids else _of_one_step(one_step[of.case_id]) for of in result.results]
-    rows = tuple(of for of in every if of.case_id in ids)
     parity = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
         against="" if base is None else base.name,
-        rows=(*rows, *excluded),
+        rows=(*(of for of in every if of.case_id in ids), *excluded),
         one_step=tuple(of for of in every if of.case_id not in ids),
         left_out=tuple(layout_id(case.layout) for case in others),
         exit_code=exit_code_of(every, result),
@@ -338,8 +335,9 @@ def _of_one_step(shown: OneStep) -> Row:
 
 def row(result: CaseResult) -> Row:
     """Return what the table says of a case that was to run."""
-    case = parse_case_id(result.case_id)
+    case, measured = parse_case_id(result.case_id), result.measured
     word, why = _word(case, result)
+    solo = None if measured is None else measured.curves.get("solo")
     return Row(
         layout=layout_id(case.layout),
         case_id=result.case_id,
@@ -347,9 +345,9 @@ def row(result: CaseResult) -> Row:
         why=why,
         losses=result.losses,
         grad_norms=result.grad_norms,
-        reference=() if result.measured is None else _losses(result.measured.curves.get("solo")),
-        worst_gradient=None if result.measured is None else result.measured.worst_gradient,
-        replay=None if result.measured is None else result.measured.local_parity,
+        reference=() if solo is None else solo.losses,
+        worst_gradient=None if measured is None else measured.worst_gradient,
+        replay=None if measured is None else measured.local_parity,
         first=_nearest(result),
         command=result.command,
     )
@@ -359,10 +357,6 @@ def _nearest(result: CaseResult) -> Finding | None:
     """Return the first finding, or one of parity about the same step whose cause is certain, so that it has a fix."""
     explained = [of for of in result.findings if of.check == "parity" and of.fix and of.step == result.findings[0].step]
     return next((of for of in result.findings[:1] if of.fix), next(iter((*explained, *result.findings)), None))
-
-
-def _losses(curve: Curve | None) -> tuple[float, ...]:
-    return () if curve is None else curve.losses
 
 
 def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
@@ -393,11 +387,8 @@ def exit_code_of(rows: Sequence[Row], result: RunResult) -> ExitCode:
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
     instead = {"refused": Verdict.PASSED, "not judged": Verdict.NOT_RUN, "wrong": Verdict.NUMERIC}
-    return exit_code(
-        [
-            Verdict.PASSED
-            if case_result.excused and of.change != "now differs"
-            else instead.get(of.word, case_result.verdict)
-            for of, case_result in zip(rows, result.results, strict=True)
-        ]
-    )
+    verdicts = [
+        Verdict.PASSED if case.excused and of.change != "now differs" else instead.get(of.word, case.verdict)
+        for of, case in zip(rows, result.results, strict=True)
+    ]
+    return exit_code(verdicts)

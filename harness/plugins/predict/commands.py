@@ -198,13 +198,7 @@ def predict() -> None:
 )
 @options.json_option("the costs")
 def cost_command(
-    *,
-    case: Case,
-    rank: int,
-    run_it: bool,
-    machine: str | None,
-    tokens_per_s: float | None,
-    json_file: Path | None,
+    *, case: Case, rank: int, run_it: bool, machine: str | None, tokens_per_s: float | None, json_file: Path | None
 ) -> int:
     """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
     if run_it and tokens_per_s is not None:

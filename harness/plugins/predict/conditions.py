@@ -11,10 +11,7 @@ import msgspec
 from harness.engine.hardware import Device, ask_driver
 
 _PERIOD_S = 2.0
-_QUERY = (
-    "--query-gpu=clocks.sm,temperature.gpu,clocks_throttle_reasons.active",
-    "--format=csv,noheader,nounits",
-)
+_QUERY = ("--query-gpu=clocks.sm,temperature.gpu,clocks_throttle_reasons.active", "--format=csv,noheader,nounits")
 _ROW = re.compile(r"^(\d+), (\d+), 0x([0-9a-fA-F]+)$", re.MULTILINE)
 # Bits of these reasons: NVML's nvmlClocksThrottleReasons, called nvmlClocksEventReasons since driver 535.
 _REASONS = {"power": 0x04 | 0x80, "hardware": 0x08, "heat": 0x20 | 0x40}

@@ -231,11 +231,7 @@ Exit codes: 0 GO, 1 NO-GO, 6 nothing was compared.
 
 _OF_THE_RUNS = ("sources", "expressions")
 _OF_THE_VERSIONS = ("environments", "index")
-_CODES = {
-    Answer.GO: ExitCode.GOOD,
-    Answer.NO_GO: ExitCode.FAILED,
-    Answer.NOT_COMPARED: ExitCode.NOT_COMPARED,
-}
+_CODES = {Answer.GO: ExitCode.GOOD, Answer.NO_GO: ExitCode.FAILED, Answer.NOT_COMPARED: ExitCode.NOT_COMPARED}
 _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and results
 
 

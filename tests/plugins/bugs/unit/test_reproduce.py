@@ -207,10 +207,7 @@ def test_every_case_and_text_is_kept(
         ('status = "fixed"', 'status = "gone"', r"Invalid enum value 'gone'"),
         ('symptom = "wrong_numbers"', 'symptom = "odd"', r"Invalid enum value 'odd'"),
         pytest.param(
-            "amax_without_abs",
-            "amax_without_ab",
-            r"did you mean amax_without_abs",
-            marks=pytest.mark.plugin("faults"),
+            "amax_without_abs", "amax_without_ab", r"did you mean amax_without_abs", marks=pytest.mark.plugin("faults")
         ),
         ('status = "fixed"', 'status = "live"', r"a live bug needs no planted fault"),
         ("detected_by", "detected", r"unknown key 'detected'"),

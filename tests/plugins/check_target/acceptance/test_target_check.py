@@ -74,11 +74,7 @@ MISTAKES = {
     "OneLoss": ("step() returned a Tensor, not the pair (loss, grad_norm)", "`return loss, None`"),
 }
 SWEPT = {
-    "SummedLoss": (
-        "the loss is 2 times the reference's",
-        "summed over ranks",
-        "fix: average over ranks once",
-    ),
+    "SummedLoss": ("the loss is 2 times the reference's", "summed over ranks", "fix: average over ranks once"),
     "OwnError": ("RuntimeError: disk quota", "in step: raise RuntimeError"),
     "OwnLoss": ("every rank reports a loss of its own batch", "loss /= dist.get_world_size()"),
     "NotAveraged": ("microbatches are added up without dividing", "fix: divide the loss of every microbatch by"),

@@ -75,10 +75,7 @@ def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
     assert (decision.go, reason.kind, reason.case, reason.gates) == (False, Kind.NEW_FAILURE, CASE, True)
     assert reason.what == f"parity/test [step 1, module {WQ}]: gradients differ by 3 %"
     assert (reason.baseline, reason.candidate) == ("passed", "numeric")
-    assert reason.details == (
-        "signature: parity/gradients in wq, from step 1 on",
-        DIVERGES,
-    )
+    assert reason.details == ("signature: parity/gradients in wq, from step 1 on", DIVERGES)
     assert reason.command == f"fp8-harness run {CASE}"
     finding = OPERAND.finding(what="scale of weight", module=WQ, step=1, rank=0)
     reason = only(held([result()], [result(verdict=Verdict.NUMERIC, findings=(finding,))]))
