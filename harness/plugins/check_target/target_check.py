@@ -154,11 +154,8 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
     ]
     for case in cases:
         for rule in exclusions(case):
-            raise HarnessError(
-                f"rule {rule.name} excludes {case_id(case)}: {rule.reason}",
-                where=f"target {options.target}",
-                fix="give another --layout or case.",
-            )
+            what = f"rule {rule.name} excludes {case_id(case)}: {rule.reason}"
+            raise HarnessError(what, where=f"target {options.target}", fix="give another --layout or case.")
     return tuple({case_id(case): case for case in cases}.values())
 
 
@@ -248,12 +245,8 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     """A finding when the first loss of one rank looks like a sum over tokens: then every reference has the same."""
     if case.world_size > 1 or case.float8.enabled or not run.traces[0].steps:
         return []
-    explanation = explain_scale(case, run.traces[0].steps[0].loss)
-    return (
-        []
-        if explanation is None
-        else [SCALE.finding(explanation=explanation.what, step=1, fix=explanation.fix or None)]
-    )
+    explained = explain_scale(case, run.traces[0].steps[0].loss)
+    return [SCALE.finding(explanation=explained.what, step=1, fix=explained.fix or None)] if explained else []
 
 
 def _target_run(case: Case, result: CaseResult, seen: _Seen | None, one_step: OneStep | None) -> TargetRun:

@@ -32,20 +32,9 @@ FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L",
 #   experts  what experts record           crash  a rank raises                       trains   a refused case trains
 #   nothing  equivalent
 Shows = Literal[
-    "numbers",
-    "matmuls",
-    "data",
-    "operands",
-    "traffic",
-    "memory",
-    "graphs",
-    "experts",
-    "state",
-    "resumed",
-    "crash",
-    "trains",
-    "nothing",
-]
+    "numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "experts", "state", "resumed", "crash",
+    "trains", "nothing",
+]  # fmt: skip
 
 # What a fault needs, by its `model`: not every one can be planted at a seam of torch, torchao or the harness.
 NEEDS = {
@@ -90,7 +79,8 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def misnamed(self, finding: Finding, world_size: int) -> tuple[str, ...]:
         """Return the fields of the finding that are others."""
         texts = (("rule", self.rule), ("module", self.module), ("operand", self.operand))
-        wrong = [name for name, wanted in texts if wanted and not _is_one_of(getattr(finding, name) or "", wanted)]
+        found = ((name, getattr(finding, name) or "", _listed(wanted)) for name, wanted in texts)
+        wrong = [name for name, text, wanted in found if wanted and not any(fnmatchcase(text, one) for one in wanted)]
         ranks = set(finding.ranks or ([] if finding.rank is None else [finding.rank]))
         named = {"last": {world_size - 1}, "all": ranks if len(ranks) == world_size else set()}
         if world_size > 1 and self.rank is not None and ranks != named.get(str(self.rank), {self.rank}):
@@ -98,10 +88,6 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.step is not None and finding.step != self.step:
             wrong.append("step")
         return tuple(wrong)
-
-
-def _is_one_of(text: str, patterns: Texts) -> bool:
-    return any(fnmatchcase(text, pattern) for pattern in _listed(patterns))
 
 
 def _has_one(text: str, words: Texts) -> bool:
@@ -186,29 +172,30 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class HostKind(NamedTuple):
     """What decides how sharply a host case is judged: sums in another order, and how much they round."""
 
-    layout: Literal["pipeline", "TP", "HSDP", "FSDP2", "one rank"]
+    layout: str  # pipeline, TP, HSDP, FSDP2, one rank
     dtype: str
 
 
 def host_kind(case: Case) -> HostKind:
     layout = case.layout
-    if layout.pp > 1:
-        return HostKind("pipeline", case.train.dtype)
-    if layout.tp > 1:
-        return HostKind("TP", case.train.dtype)
-    if layout.dp_replicate > 1:
-        return HostKind("HSDP", case.train.dtype)
-    return HostKind("FSDP2" if layout.dp_shard > 1 else "one rank", case.train.dtype)
+    degrees = {"pipeline": layout.pp, "TP": layout.tp, "HSDP": layout.dp_replicate, "FSDP2": layout.dp_shard}
+    return HostKind(next((kind for kind, degree in degrees.items() if degree > 1), "one rank"), case.train.dtype)
 
 
 @functools.cache
 def _hosts_of(fault: Fault) -> tuple[Case, ...]:
-    refused = fault.shows == "trains"
+    refused = fault.unrefuses
     cases = [case for case in all_hosts() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
     kinds: dict[HostKind, Case] = {}
     for case in cases:
         kinds.setdefault(host_kind(case), case)
-    return tuple(sorted(kinds.values(), key=lambda case: _rank_of_layout(case, cases[0])))
+
+    def order(case: Case) -> tuple[bool, str, bool]:
+        """Sorts the layout of the first host case to the front, and within a layout bfloat16 to the end."""
+        kind = host_kind(case)
+        return kind.layout != host_kind(cases[0]).layout, kind.layout, kind.dtype == "bfloat16"
+
+    return tuple(sorted(kinds.values(), key=order))
 
 
 @functools.cache
@@ -221,12 +208,6 @@ def host_ids() -> tuple[str, ...]:
 def all_hosts() -> tuple[Case, ...]:
     """Return the host cases of the catalogue, each followed by the same case in bfloat16."""
     return tuple(host for case in map(parse_case_id, host_ids()) for host in (case, _in_bfloat16(case)))
-
-
-def _rank_of_layout(case: Case, first: Case) -> tuple[bool, str, bool]:
-    """Sorts the layout of the first host case to the front, and within a layout bfloat16 to the end."""
-    kind = host_kind(case)
-    return kind.layout != host_kind(first).layout, kind.layout, case.train.dtype == "bfloat16"
 
 
 def _in_bfloat16(case: Case) -> Case:
@@ -246,12 +227,9 @@ def fault_named(name: str) -> Fault:
 @functools.cache
 def all_faults() -> Mapping[str, Fault]:
     """Return all planted faults by name, in the order of `faults.toml`: class A first."""
-    tables = tomllib.loads(_LIST.read_text(encoding="utf-8"))
-    faults = {name: msgspec.convert({"name": name, **table}, Fault) for name, table in tables.items()}
-    return MappingProxyType(faults)
+    tables = tomllib.loads(_LIST.read_text(encoding="utf-8")).items()
+    return MappingProxyType({name: msgspec.convert({"name": name, **table}, Fault) for name, table in tables})
 
 
 _LIST, _HOSTS, _CLASSES = (Path(__file__).with_name(f"{name}.toml") for name in ("faults", "hosts", "classes"))
-FAULT_CLASSES = msgspec.convert(
-    tomllib.loads(_CLASSES.read_text(encoding="utf-8")), dict[FaultClass, ClassDemand], strict=True
-)
+FAULT_CLASSES = msgspec.convert(tomllib.loads(_CLASSES.read_text(encoding="utf-8")), dict[FaultClass, ClassDemand])

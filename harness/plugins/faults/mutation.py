@@ -118,7 +118,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     trials: tuple[Trial, ...]
     clean: tuple[Trial, ...]
-    not_planted: dict[str, str] = msgspec.field(default_factory=dict)  # faults, and what they need
+    not_planted: dict[str, str] = {}  # faults, and what they need
     wall_s: float
     interrupted: bool
 
@@ -183,9 +183,7 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
 ) -> MutationMatrix:
     """Run every fault in each of its host cases; these and the `others` clean, the latter as recorded without a fix.
 
-    Ctrl-C keeps finished runs.
-
-    `executor`: one that is open already and stays open, on the nodes of the plan.
+    Ctrl-C keeps finished runs. `executor`: one that is open already and stays open, on the nodes of the plan.
     """
     started_s = time.monotonic()
     hosting = [case for fault in faults for case in hosts[fault.name]]
@@ -196,11 +194,8 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
     clean = [_Planting(case=case, mended=case_id(case) not in as_recorded) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in hosts[fault.name]))
     progress.begin(len(plantings))
-    with (
-        nullcontext(executor.with_plan(plan))
-        if executor is not None
-        else open_executor(plan, project, note=progress.note) as opened
-    ):
+    opening = nullcontext(executor.with_plan(plan)) if executor else open_executor(plan, project, note=progress.note)
+    with opening as opened:
         work = _TrialWork(project, used, plan, opened, progress)
         ended = run_schedule(
             plantings,
@@ -394,15 +389,14 @@ class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
 
 def fault_effect(run: Run) -> FaultEffect:
     """Return the digest of all records of a run, and the error of the planted fault's own code, if any."""
-    first = run.causes
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():
         steps = tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps)
         timeless = msgspec.structs.replace(trace, steps=steps, peak_memory_bytes=0)
         state.update(msgspec.msgpack.encode(timeless))
-    for message in sorted({failure.message for failure in first}):
+    for message in sorted({failure.message for failure in run.causes}):
         state.update(message.encode())
-    return FaultEffect(digest=state.hexdigest(), broken=next(filter(None, map(_raised_by_fault, first)), ""))
+    return FaultEffect(digest=state.hexdigest(), broken=next(filter(None, map(_raised_by_fault, run.causes)), ""))
 
 
 def _raised_by_fault(failure: RankFailure) -> str:

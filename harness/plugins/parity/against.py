@@ -200,7 +200,6 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # "3f2a1b0c9d8e (origin/main)", "torch 2.12.1"
     results: Mapping[str, CaseResult] = {}
-    kept: bool = False  # of an earlier command
 
 
 class Against(msgspec.Struct, frozen=True):
@@ -217,8 +216,14 @@ class Against(msgspec.Struct, frozen=True):
         check_targets([target], self.project.root)
         package, equal, version = map(str.strip, self.text.partition("=="))
         if equal:
-            kept = self._kept((self.text, target_digest(target, self.project.root), *self._given), case_ids)
-            return self._version(package, version, kept, case_ids)
+            injected = (injection.content for injection in self.plan.injections)
+            digest = target_digest(target, self.project.root)
+            kept = self._kept((self.text, digest, *self.given.words, *injected), case_ids)
+            name = f"{package} {version}"
+            if (results := _stored(kept)) is not None:
+                return Base(name=name, results=results)
+            place = Versions(package, self.project.state / "versions", note=self.note).environment(version)
+            return self._run(name, place, case_ids, self.given, kept)
         path = Path(self.text)
         if (path / "bin" / "python").exists():  # what is in it may change: nothing is kept
             python = python_over(path, self.project.state / "environments")
@@ -233,17 +238,6 @@ class Against(msgspec.Struct, frozen=True):
             return self.plan.given
         return msgspec.structs.replace(self.plan.given, device=self.plan.device, arithmetic=self.plan.arithmetic)
 
-    @property
-    def _given(self) -> tuple[str, ...]:
-        return (*self.given.words, *(injection.content for injection in self.plan.injections))
-
-    def _version(self, package: str, version: str, kept: Path, case_ids: Sequence[str]) -> Base:
-        name = f"{package} {version}"
-        if (results := _stored(kept)) is not None:
-            return Base(name=name, results=results, kept=True)
-        place = Versions(package, self.project.state / "versions", note=self.note).environment(version)
-        return self._run(name, place, case_ids, self.given, kept)
-
     def _revision(self, target: str, case_ids: Sequence[str]) -> Base:
         """Return what is injected is a change of this side alone, like all that is not committed."""
         root = self.project.root
@@ -252,7 +246,7 @@ class Against(msgspec.Struct, frozen=True):
         given = msgspec.structs.replace(self.given, inject=())
         kept = self._kept((revision.commit, str(root), *given.words), case_ids)
         if (results := _stored(kept)) is not None:
-            return Base(name=name, results=results, kept=True)
+            return Base(name=name, results=results)
         with checked_out(revision, self.project.state) as worktree:
             if not has_target(revision, worktree, root):
                 return Base(name=name)

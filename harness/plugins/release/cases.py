@@ -4,6 +4,8 @@ import datetime
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec.structs import replace
+
 from harness.checks import divergence
 from harness.checks.assembly import largest, same_number, same_numbers
 from harness.evidence.golden import Golden
@@ -33,7 +35,11 @@ def _of_case(before: CaseResult | None, after: CaseResult, *, strict: bool) -> I
     if after.verdict is Verdict.KNOWN:
         yield from _known(before, after)
     elif after.good:
-        yield from _good(before, after)
+        if before is not None and before.verdict is Verdict.KNOWN:
+            what = f"{', '.join(_faults(before))} does not show, and no record expects it"
+            yield _failure(Kind.FAULT_GONE, before, after, what=what, gates=False, faults=_faults(before))
+        elif before is not None and before.verdict is not Verdict.PASSED:
+            yield _failure(Kind.FIXED, before, after, what=_first(before), gates=False)
     elif before is not None and not before.good and before.verdict is not Verdict.INFRA:
         alike = (before.verdict, before.failure_signature) == (after.verdict, after.failure_signature)
         kind = Kind.STILL_FAILING if alike else Kind.OTHER_FAILURE
@@ -53,16 +59,6 @@ def _known(before: CaseResult | None, after: CaseResult) -> Iterable[Reason]:
         return
     if faults:
         yield _failure(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(faults)}", gates=gates, faults=faults)
-
-
-def _good(before: CaseResult | None, after: CaseResult) -> Iterable[Reason]:
-    if before is None or before.verdict is Verdict.PASSED:
-        return
-    if before.verdict is Verdict.KNOWN:
-        what = f"{', '.join(_faults(before))} does not show, and no record expects it"
-        yield _failure(Kind.FAULT_GONE, before, after, what=what, gates=False, faults=_faults(before))
-    else:
-        yield _failure(Kind.FIXED, before, after, what=_first(before), gates=False)
 
 
 def _failure(
@@ -220,9 +216,8 @@ def _too_old(entry: Required, started: str, now: datetime.datetime) -> str:
 def _why_missing(covered: Sequence[CaseResult], good: Sequence[CaseResult]) -> Iterable[str]:
     if not covered:
         yield "none of them was selected"
-    for case in covered:
-        if case not in good:
-            yield f"{case.case_id}: {'judged by no check' if case.good else case.verdict.value}"
+    for case in (case for case in covered if case not in good):
+        yield f"{case.case_id}: {'judged by no check' if case.good else case.verdict.value}"
 
 
 # References
@@ -277,22 +272,13 @@ def other_references(sides: Sides) -> Iterable[Reason]:
     for pair in sides.pairs.values():
         before, after = pair.baseline, pair.candidate
         derived = [name for name in after.derived if name not in before.derived and name in before.checks]
-        changes: list[tuple[str, str, str]] = []
+        weaker = Reason(kind=Kind.REFERENCES, case=pair.id, what="", gates=sides.same_device, command=after.command)
         if before.golden == "stored" and after.golden == "run here":
-            changes.append(("golden is now computed in this run; it used to be stored", before.golden, after.golden))
+            what = "golden is now computed in this run; it used to be stored"
+            yield replace(weaker, what=what, baseline=before.golden, candidate=after.golden)
         if derived:
             what = f"tolerance is now derived; it used to be measured: {', '.join(derived)}"
-            changes.append((what, "measured", "derived"))
-        for what, old, new in changes:
-            yield Reason(
-                kind=Kind.REFERENCES,
-                case=pair.id,
-                what=what,
-                baseline=old,
-                candidate=new,
-                gates=sides.same_device,
-                command=after.command,
-            )
+            yield replace(weaker, what=what, baseline="measured", candidate="derived")
 
 
 def _reason_of(golden: Golden | None, judged_by: tuple[float, ...]) -> str:

@@ -48,13 +48,12 @@ _ORIGINS = {
 
 def gate_sections(gate: Gate) -> list[Block]:
     """Return the answer for a terminal: the first lines decide."""
-    return [Section(blocks=(f"{_answer(gate)}: {_sides(gate)}", Items(tuple(_facts(gate))))), *_body(gate)]
+    return [Section(blocks=(_title(gate), Items(tuple(_facts(gate))))), *_body(gate)]
 
 
 def gate_markdown(gate: Gate) -> str:
     """Return the answer for a pull request or a summary page of CI."""
-    blocks: tuple[Block, ...] = (Items(tuple(_facts(gate))), *_body(gate))
-    return markdown([Section(title=f"{_answer(gate)}: {_sides(gate)}", blocks=blocks)])
+    return markdown([Section(title=_title(gate), blocks=(Items(tuple(_facts(gate))), *_body(gate)))])
 
 
 def gate_front(gate: Gate, candidate: RunResult) -> Front:
@@ -74,11 +73,11 @@ def gate_front(gate: Gate, candidate: RunResult) -> Front:
         Table(title="the two sides", columns=("", "baseline", "candidate"), rows=rows),
     )
     section = Section(name="gate", title="Gate", blocks=blocks)
-    return Front(title=_sides(gate), state=_answer(gate), good=gate.go, line=line, section=section)
+    return Front(title=_sides(gate), state=gate.answer.value, good=gate.go, line=line, section=section)
 
 
-def _answer(gate: Gate) -> str:
-    return gate.answer.value
+def _title(gate: Gate) -> str:
+    return f"{gate.answer.value}: {_sides(gate)}"
 
 
 def _sides(gate: Gate) -> str:
@@ -138,11 +137,8 @@ def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | 
             key = reason.case or reason.what if most is None else reason.signature or reason.case or reason.what
             alike.setdefault(key, []).append(reason)
         groups = list(alike.values())
-        rest = (
-            [reason.case or reason.what for subgroup in groups[most:] for reason in subgroup]
-            if most is not None
-            else []
-        )
+        hidden = [] if most is None else groups[most:]
+        rest = [reason.case or reason.what for subgroup in hidden for reason in subgroup]
         title = f"{'gates' if gates else 'does not gate'}: {kind.phrase} ({len(same)}) [{kind.value}]"
         entries = [_entry(subgroup, linked, SHOWN_DETAILS if most else None) for subgroup in groups[:most]]
         yield Section(title=title, blocks=(*entries, *([Items(tuple(rest))] if rest else [])), folded=not gates)
