@@ -106,7 +106,7 @@ def _virtual_device(case: Case, run: Run) -> Iterator[Finding]:
 
 
 def _parts(case: Case, device: str, parts: set[str], *, exact: bool) -> tuple[set[str], set[str]]:
-    """Return what must be installed, and what of these parts must not: on a GPU all but the matmul that was asked for."""
+    """Return what must be installed, and what of these parts must not: on a GPU all but the matmul asked for."""
     needed = {"scaled_mm"} if exact and case.float8.enabled else set[str]()
     if device != "cpu":
         return needed, parts - ({"scaled_mm"} if exact else set())
