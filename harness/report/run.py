@@ -142,7 +142,7 @@ def references_line(references: Sequence[ReferenceRun]) -> str:
         if (some := [reference for reference in ran if reference.kind == kind])
     )
     asked = sum(reference.asked for reference in references)
-    return f"references: cases asked for {asked}; {len(ran)} were run ({', '.join(kinds)} CPU)"
+    return f"references: {counted(asked, 'request')} by cases, {counted(len(ran), 'run')} ({', '.join(kinds)} CPU)"
 
 
 def devices_line(results: Iterable[CaseResult]) -> str:
