@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -48,8 +48,8 @@ PIECES = (
     "\u200b", "\u2066", "\ufeff", "\u00ad", "\u3164", "\ufe0f", "\U000e0041", "\n::add-mask::1", "::error file=a::b",
     " ::stop-commands::x", "##[group]", "##vso[task]", "section_start:1:a\r\x1b[0K", "section_end:1:a", "@user", "#12",
     "!34", "~5", "%6", "&7", "$8", "GH-9", "a/b#1", "http://e.vil", "www.e.vil", "mailto:a@b.c", "[x](//e.vil)",
-    "![x](//e.vil/a.png)", "[x]: //e.vil", "<img src=//e.vil>", "<!--", "</details>", "]]>", "&#64;user", "`", "``",
-    "\\", "|", "\n# GO", "\n---", "\n===", "\n```", "\n    ", "a", " ", "-",
+    "![x](//e.vil/a.png)", "[x]: //e.vil", "<img src=//e.vil>", "<!--", "</details>", "]]>", "&#64;user",
+    "`", "``", "\\", "|", "\n# GO", "\n---", "\n===", "\n```", "\n    ", "a", " ", "-",
 )  # fmt: skip
 HOSTILE = st.lists(st.sampled_from(PIECES), min_size=1, max_size=12).map("".join)
 _MENTIONED = re.compile(r"[@$]\w|://|\bwww\.|\bmailto:|[#!~%&]\w|\bGH-\d")
@@ -97,7 +97,14 @@ def elements(page: Page) -> set[tuple[str, tuple[str, ...]]]:
 
 @functools.cache
 def usual_elements() -> set[tuple[str, tuple[str, ...]]]:
-    return elements(Page(html_report(planted("x", *free_texts()))))
+    return elements(a_page("x", planted("x", *free_texts())))
+
+
+def a_page(text: str, run: RunResult) -> Page:
+    """The page of a run with the text in a section of its own and in a history, too."""
+    listing = Table(columns=(text,), rows=((text,),), title=text)
+    section = Section(name="other", title=text, blocks=(text, listing))
+    return Page(html_report(run, sections=(section,), history={run.results[0].case_id: listing}))
 
 
 def a_run(verdict: Verdict = Verdict.CRASH) -> RunResult:
@@ -158,6 +165,7 @@ def assert_no_markup(text: str, *, details: int) -> None:
 
 @settings(max_examples=12)
 @given(HOSTILE)
+@example("</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;")
 def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
     run = planted(text, *free_texts())
     stored = Stored(path=Path("nowhere"), start=run.start, state="finished")
@@ -175,8 +183,8 @@ def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
             assert_inert(shown)
     for line in annotation_lines(run).splitlines():
         assert line.startswith("::error title=") and line.isprintable()
-    page = Page(html_report(run))
-    assert elements(page) <= usual_elements()
+    page = a_page(text, run)
+    assert elements(page) <= usual_elements() and page.data()["index"]["cases"][0]["id"] == printable(text)
     assert_inert(page.shown)
 
 
