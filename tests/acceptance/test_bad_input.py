@@ -24,9 +24,6 @@ FILES = {
     "malformed": ("[base\n", "bad.toml:1"),
     "unknown axis": ('[[case]]\naxes = {recipee = "rowwise"}\n', "recipe"),
     "impossible layout": ("[[case]]\naxes = {tp = 3}\n", "tp"),
-    "vocab 0": ("[[case]]\naxes = {vocab_size = 0}\n", "vocab_size"),
-    "steps 0": ("[[case]]\naxes = {steps = 0}\n", "steps"),
-    "NaN tolerance": ("[[case]]\naxes = {loss_tolerance = nan}\n", "loss_tolerance"),
 }
 
 ARGUMENTS = {

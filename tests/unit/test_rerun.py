@@ -23,12 +23,6 @@ def new_run(project: Project, *planned: str) -> RunStore:
     return store
 
 
-def damage(store: RunStore, *, keep: int) -> None:
-    """Cut the last line after `keep` bytes."""
-    lines = store.path.read_bytes().splitlines(keepends=True)
-    store.path.write_bytes(b"".join(lines[:-1]) + lines[-1][:keep])
-
-
 def test_a_whole_run_has_only_its_failures_and_no_notes(project: Project) -> None:
     store = new_run(project, GOOD, BAD)
     store.append(make_result(GOOD))
@@ -51,22 +45,21 @@ def test_cases_that_a_killed_run_never_reached_run_again(project: Project) -> No
     assert rerun_query(project).query.sources == (BAD, THIRD)
 
 
-def test_the_case_of_a_damaged_line_runs_again(project: Project) -> None:
-    store = new_run(project, GOOD, BAD)
-    store.append(make_result(BAD))
+@pytest.mark.parametrize(
+    ("planned", "keep", "note"),
+    [((GOOD, BAD), 20, "1 of 2 cases of the last run has no result"), ((), 80, ":2: not a line of results: ")],
+    ids=["in the list of cases", "named by the line"],
+)
+def test_the_case_of_a_damaged_line_runs_again(
+    project: Project, planned: tuple[str, ...], keep: int, note: str
+) -> None:
+    store = new_run(project, *planned)
     store.append(make_result(GOOD))
-    damage(store, keep=20)
-    assert rerun_query(project).query.sources == (GOOD,)
-
-
-def test_without_a_list_of_cases_a_damaged_line_that_names_its_case_does(project: Project) -> None:
-    store = new_run(project)
-    store.append(make_result(GOOD))
+    before = store.path.stat().st_size
     store.append(make_result(BAD))
-    damage(store, keep=80)
+    store.path.write_bytes(store.path.read_bytes()[: before + keep])
     rerun = rerun_query(project)
-    (note,) = rerun.notes
-    assert rerun.query.sources == (BAD,) and note.startswith(f"{store.path}:2: not a line of results: ")
+    assert rerun.query.sources == (BAD,) and note in rerun.notes[0]
 
 
 @pytest.mark.parametrize("text", [b'{"line":"ca', b'{"line":"case","id":"no-such-case","ver'])
