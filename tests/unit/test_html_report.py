@@ -9,17 +9,20 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from harness.matrix.tier import coverage
 from harness.report.html.page import html_report
 from harness.report.run import coverage_section
-from harness.report.sections import Table
+from harness.report.sections import Section, Table
 from harness.result import CaseResult, Curve, Measured, RunResult, Sent
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_cast_range, make_failure, make_result, run_of, with_facts
+
+Kind = TypeVar("Kind")
+HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
 
 
 class Page(HTMLParser):
@@ -56,6 +59,10 @@ class Page(HTMLParser):
         held = [name for name in self.elements if name[0] in ("script", "style")]
         pairs = zip(held, self.inside, strict=True)
         return {str(attributes["id"]): json.loads(text) for (_, attributes), text in pairs if "id" in attributes}
+
+
+def of_kind(kind: type[Kind], section: Section) -> list[Kind]:
+    return [block for block in section.blocks if isinstance(block, kind)]
 
 
 def document(*results: CaseResult, **facts: Any) -> RunResult:
@@ -187,7 +194,7 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
     text = '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 3]\nrecipe = ["bf16", "rowwise"]\n'
     selection = select(parse_case_file(text, where="t.toml"))
     section = coverage_section([(selection, coverage(selection, 2))])
-    fates, rules, excluded = (block for block in section.blocks if isinstance(block, Table))
+    fates, rules, excluded = of_kind(Table, section)
     assert {row[0]: row[1] for row in fates.rows} == {
         "covered": "2",
         "known": "0",

@@ -40,6 +40,7 @@ from harness.running.stored import Stored
 from harness.text import code_span, counted, in_markdown, printable
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_failure, make_measured, make_result, make_results, make_trace, run_of
+from tests.unit.test_html_report import HOSTILE as MARKUP
 from tests.unit.test_html_report import Page
 
 CASE, OTHER = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16"
@@ -165,7 +166,7 @@ def assert_no_markup(text: str, *, details: int) -> None:
 
 @settings(max_examples=12)
 @given(HOSTILE)
-@example("</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;")
+@example(MARKUP)
 def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
     run = planted(text, *free_texts())
     stored = Stored(path=Path("nowhere"), start=run.start, state="finished")
