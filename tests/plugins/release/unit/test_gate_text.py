@@ -111,17 +111,18 @@ def test_json_has_every_reason() -> None:
     assert "(1 of them waived)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text
 
 
-def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunResult]:
+def a_gate() -> tuple[Gate, RunResult]:
     """A case fails, one saves other bytes, and one was lost."""
     ids = [f"tp2-rowwise-v2048-seed{seed}-b16" for seed in range(1, 4)]
-    wrong = a_finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
+    wrong = a_finding(check="parity", message="far", verdict=Verdict.NUMERIC)
     before = make_results(*(make_result(name, measured=make_measured()) for name in ids))
     after = make_results(
         make_result(ids[0], Verdict.NUMERIC, findings=(wrong,)),
         make_result(ids[1], measured=make_measured(saved_bytes=9)),
-        environment=Environment(device="cpu", packages={"torch": f"v{reason}"}),
+        environment=Environment(device="cpu", packages={"torch": "vfar"}),
     )
-    return gate(before, after, GatePolicy(now=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)), names=names), after
+    now = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)
+    return gate(before, after, GatePolicy(now=now), names=("v1", "v2")), after
 
 
 def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
@@ -173,6 +174,7 @@ def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
         assert_inert(text_of(bounded(gate_sections(decision), where="--json"), width=width))
     usual = gate(bad, before, TERMS, names=("a", "b"))
     assert_no_markup(gate_markdown(decision), details=gate_markdown(usual).count("<details>"))
-    page, plain = (Page(html_report(after, front=gate_front(by, after))) for by in (decision, usual))
+    pairs = ((decision, after), (usual, before))
+    page, plain = (Page(html_report(run, front=gate_front(by, run))) for by, run in pairs)
     assert elements(page) <= elements(plain)
     assert_inert(page.shown)
