@@ -123,6 +123,12 @@ def test_a_table_in_markdown() -> None:
     ]
 
 
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    blocks = ("\x1b[1m", Items(("\x07",)), Facts((("a", "\x00"),)), Verbatim("\x1b[1mx"), Table(rows=(("\x07x", "y"),)))
+    section = Section(title="\x07t", blocks=(*blocks, Entry(title="\x07", lines=("\x07",), command="\x07")))
+    assert not {"\x1b", "\x07", "\x00"} & set(text_of([section]) + markdown([section]))
+
+
 @given(st.lists(st.text("ab \n", max_size=200)).map(" ".join), st.integers(60, 100))
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(text: str, width: int) -> None:
     short = " ".join(word[:20] for word in text.split(" "))
