@@ -32,7 +32,10 @@ def list_cases(sources: Sequence[str]) -> str:
 
 
 def run_cases(*words: str, root: str | None = None) -> str:
-    """Runs tiers, files or ids, or repeats the words of an earlier run. `root` is what was given as --root."""
+    """Runs tiers, files or ids, or repeats the words of an earlier run; --lf or --resume: what is left of the last one.
+
+    `root` is what was given as --root.
+    """
     return _command(*_given(root), "run", *words)
 
 
@@ -41,16 +44,6 @@ def shrink(command: str) -> str:
     before, run, words = command.partition(" run ")
     known = all(flag in ("--inject", "--device") for flag in shlex.split(words)[1::2])
     return f"{before} bug shrink {words}" if run and known else ""
-
-
-def resume_run(*, root: str | None) -> str:
-    """Finishes the last run of a project that was interrupted."""
-    return run_cases("--resume", root=root)
-
-
-def rerun_failed(*, root: str | None) -> str:
-    """Runs what was not good, or never ran, in the last run of a project."""
-    return run_cases("--lf", root=root)
 
 
 def compare_runs(first: str, second: str) -> str:

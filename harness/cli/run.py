@@ -15,8 +15,7 @@ from harness.cli.new import checked_case
 from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
-from harness.hints import rerun_failed as rerun_command
-from harness.hints import resume_run as resume_command
+from harness.hints import run_cases
 from harness.matrix.axes import read_assignments
 from harness.matrix.caseid import case_id
 from harness.matrix.choice import parse_shard
@@ -31,8 +30,7 @@ from harness.running.stored import Stored
 from harness.store import run_lines
 from harness.text import counted
 from harness.verdict import ExitCode
-from harness.workflow import rerun_query, run, run_to_resume
-from harness.workflow import resume as resume_run
+from harness.workflow import rerun_query, resume, run, run_to_resume
 
 _EPILOG = """\b
 Examples:
@@ -96,11 +94,9 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     ]
     outputs = [(path, render) for path, render in renders if path]
     with options.open_progress(verbose=asked.verbose) as progress:
-        result, stored = (
-            resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
-        )
+        result, stored = resume(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
-    rerun = (resume_command if result.end.interrupted else rerun_command)(root=options.before_command().root)
+    rerun = run_cases("--resume" if result.end.interrupted else "--lf", root=options.before_command().root)
     with workflow_commands_off(text_file, on=asked.github):
         sections = run_sections(result, rerun=rerun, quiet=options.before_command().quiet, whole=asked.verbose)
         options.print_sections(sections, file=text_file)

@@ -21,7 +21,7 @@ from harness.cli.options import Group
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.golden import curve_text
-from harness.hints import rerun_failed
+from harness.hints import run_cases
 from harness.jsonform import compact
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.tier import coverage
@@ -127,7 +127,7 @@ def show_command(  # noqa: PLR0913  one parameter an option
     if github:
         report_to_github(result, sys.stdout)
     elif not writes:
-        options.print_sections(run_sections(result, rerun=rerun_failed(root=options.before_command().root)))
+        options.print_sections(run_sections(result, rerun=run_cases("--lf", root=options.before_command().root)))
     page = functools.partial(page_of, project, result, added=added)
     options.write_output(html_file, page)
     options.write_output(json_file, lambda: run_lines(result))

@@ -232,10 +232,8 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "VERIFY_GPUS": (),  # needs GPUs
     "explain_case": (excluded_case,),
     "list_cases": (nothing_selected,),
-    "run_cases": (imported_bug, moved_numbers, other_environment),
+    "run_cases": (imported_bug, moved_numbers, other_environment, interrupted, stopped),
     "shrink": (failed,),
-    "resume_run": (interrupted,),
-    "rerun_failed": (stopped,),
     "compare_runs": (two_environments,),
     "repro_with": (broken_version,),
     "update_golden": (damaged_golden,),

@@ -13,7 +13,7 @@ from harness.cli.new import axes_parameter, require_allowed
 from harness.cli.options import Group
 from harness.engine.cluster import unleased_cluster
 from harness.errors import HarnessError
-from harness.hints import rerun_failed
+from harness.hints import run_cases
 from harness.matrix.axes import axis_values, case_from_axes, option_of
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
@@ -303,4 +303,5 @@ def measure_command(  # noqa: PLR0913  one parameter an option
 
 def _tell_failures(result: RunResult) -> None:
     if result.exit_code is not ExitCode.GOOD:
-        options.print_sections(run_sections(result, rerun=rerun_failed(root=options.before_command().root)), err=True)
+        rerun = run_cases("--lf", root=options.before_command().root)
+        options.print_sections(run_sections(result, rerun=rerun), err=True)
