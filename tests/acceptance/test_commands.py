@@ -6,33 +6,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 
-import click
 import pytest
 from msgspec.structs import replace
 
-from harness.cli.main import app
 from harness.evidence.golden import load_golden, write_golden
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.programs import make_commit
-
-
-def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
-    """Every command, with the groups that it is in."""
-    yield words
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            subcommand = command.get_command(context, name)
-            assert subcommand is not None
-            yield from commands(subcommand, *words, name)
-
-
-@pytest.mark.parametrize("words", list(commands(app)), ids=" ".join)
-def test_help_has_examples(shared: Command, words: tuple[str, ...]) -> None:
-    done = shared.call(*words, "--help")
-    assert done.returncode == 0 and "Example" in done.stdout
 
 
 def test_list_imports_nothing_heavy(shared: Command) -> None:

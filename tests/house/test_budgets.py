@@ -79,9 +79,9 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("path", "text"), [pytest.param(path, text, id=path) for path, text in helps()])
-def test_help_fits_two_screens_and_cuts_no_sentence(path: str, text: str) -> None:
+def test_help_has_examples_fits_two_screens_and_cuts_no_sentence(path: str, text: str) -> None:
     lines = text.splitlines()
-    assert len(lines) <= HELP_LINES
+    assert "Example" in text and len(lines) <= HELP_LINES
     assert max(map(len, lines)) <= 80
     usage = lines.index("")  # its words may end in "..."
     assert [line for line in lines[usage:] if line.endswith("...")] == []
