@@ -261,7 +261,9 @@ def test_a_change_has_its_steps_and_whether_noise_explains_it() -> None:
     text = change_text(moved(3.6e-4))
     assert text.startswith(f"{OLD.family} on cpu: changed, within noise: 3.6e-04 of 1.0e-03 nats allowed at step 1\n")
     assert len(text.splitlines()) == 2 + len(OLD.losses)
-    assert "beyond noise" in change_text(moved(0.5))
+    elsewhere = replace(OLD, provenance=replace(OLD.provenance, cpu="Other CPU avx2"))
+    far = change_text(replace(moved(0.5), old=elsewhere))
+    assert "beyond noise: 5.0e-01 of 1.0e-03 nats allowed at step 1\n  CPU: Other CPU avx2 -> " in far
     assert "changed, other data" in change_text(moved(0.5, data_digest="other"))
 
 
