@@ -217,18 +217,6 @@ def test_shards_that_contradict_are_refused(project: Command) -> None:
     assert mixed.returncode == 0 and "note: the environments differ: " in mixed.stderr
 
 
-def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) -> None:
-    (project.folder / "empty").mkdir()
-    (project.folder / "x.json").write_text("{}")
-    for words, text in (
-        (("runs", "merge", "o.json", "empty"), "empty: there are no such results"),
-        (("runs", "merge", "o.json", "nosuch"), "no such results"),
-        (("runs", "import", "x.json"), "x.json:1: not a line of results"),
-    ):
-        done = project.call(*words)
-        assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 def test_history_of_a_flaky_case_and_of_what_never_ran(project: Command, shared: Command) -> None:
     name = contradiction(project)["cases"][0]["id"]
     assert project.call("runs", "import", "bad.json").returncode == 0
