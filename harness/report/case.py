@@ -1,6 +1,7 @@
 """One case: what is wrong with it, how its ranks failed, what was measured, and the command that runs it again."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -74,30 +75,26 @@ def three_lines(result: CaseResult) -> tuple[Block, ...]:
 def _also(findings: Sequence[Finding]) -> str:
     """Return the rules of the other findings: those as near to the cause, then those that likely follow."""
     same, split = alike(findings), first_effect(findings) or len(findings)
-    step, groups = same[0].step or 1, dict[str, list[Finding]]()
+    step, groups = same[0].step or 1, defaultdict[str, list[Finding]](list)
     for place, finding in enumerate(findings):
         if finding not in same:
             follows = place >= split or (finding.step or 0) > step
-            groups.setdefault("not judged" if not finding.judged else "follow" if follows else "near", []).append(
-                finding
-            )
+            groups["not judged" if not finding.judged else "follow" if follows else "near"].append(finding)
     # Any other number moves the shares that underflow.
-    effects = [finding for finding in groups.get("follow", []) if finding.check != check_underflow.name]
+    effects = [finding for finding in groups["follow"] if finding.check != check_underflow.name]
     parts = (
-        _rules(groups.get("near", []), step),
+        _rules(groups["near"], step),
         f"{len(effects)} that likely follow: {_rules(effects, step)}" if effects else "",
-        f"not judged: {_rules(groups['not judged'], step)}" if "not judged" in groups else "",
+        f"not judged: {_rules(groups['not judged'], step)}" if groups["not judged"] else "",
     )
     return f"also: {'; '.join(filter(None, parts))}" if any(parts) else ""
 
 
 def _rules(findings: Sequence[Finding], step: int) -> str:
     """Return each rule with the number of its modules or findings, and the step in which it is first broken."""
-    by_rule: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by_rule.setdefault(finding.rule, []).append(finding)
     words = []
-    for rule, found in by_rule.items():
+    for rule in dict.fromkeys(finding.rule for finding in findings):
+        found = [finding for finding in findings if finding.rule == rule]
         modules, first = {finding.module for finding in found}, min(finding.step or 0 for finding in found)
         many = f" in {len(modules)} modules" if len(modules) > 1 else f" ({len(found)})" if len(found) > 1 else ""
         words.append(f"{rule}{many}{f' from step {first}' if first > step else ''}")
