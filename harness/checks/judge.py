@@ -29,19 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.checks.catalogue import (
-    BROKEN,
-    CHECKS,
-    GONE,
-    KNOWN,
-    MISSING,
-    NO_CHECK,
-    OTHER_END,
-    OUTDATED,
-    RULES,
-    UNEXPLAINED,
-    by_cause,
-)
+from harness.checks import catalogue
+from harness.checks.catalogue import CHECKS, KNOWN, OUTDATED, RULES, by_cause
 from harness.checks.check import Check, Witnesses, noun
 from harness.checks.failures import LAST_OUTPUT, failures
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
@@ -80,7 +69,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
     if failed and not refused_as_expected:
         verdict, findings = Verdict.CRASH, (*findings, *failures(run, "crash"))
     else:
-        findings = by_cause(findings) if checks else (NO_CHECK.finding(expected="a check"),)
+        findings = by_cause(findings) if checks else (catalogue.NO_CHECK.finding(expected="a check"),)
         verdict = _worst(findings)
     names, golden = tuple(check.name for check in checks), witnesses.golden
     parts = ((check.name, check.partly(witnesses.expect, _device(run))) for check in checks)
@@ -102,7 +91,7 @@ def _findings(check: Check, case: Case, run: Run, witnesses: Witnesses) -> list[
         return check(case, run, witnesses)
     except Exception as error:
         details = "".join(traceback.format_exception(error))
-        return [BROKEN.finding(error=f"check {check.name}: {error!r}", details=details)]
+        return [catalogue.BROKEN.finding(error=f"check {check.name}: {error!r}", details=details)]
 
 
 def run_from_outcome(outcome: JobOutcome) -> Run:
@@ -177,7 +166,7 @@ def _is_nowhere(record: str, run: Run) -> bool:
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:
     """Return the verdict of the findings; a check that broke decides it only where nothing else was found."""
-    others = [finding for finding in findings if finding.rule != BROKEN.name]
+    others = [finding for finding in findings if finding.rule != catalogue.BROKEN.name]
     if findings and not others:
         return Verdict.INFRA
     verdicts = {finding.verdict for finding in others}
@@ -237,7 +226,7 @@ def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today:
         return judgement
     if judgement.verdict is Verdict.PASSED:
         gone = (
-            GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
+            catalogue.GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
             for fault in faults
         )
         return replace(judgement, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(gone))
@@ -246,7 +235,7 @@ def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today:
     if unexplained:
         names = " and ".join(fault.name for fault in faults)
         broken = ", ".join(dict.fromkeys(finding.rule for finding in unexplained))
-        notes.append(UNEXPLAINED.finding(count=len(unexplained), faults=names, rules=broken))
+        notes.append(catalogue.UNEXPLAINED.finding(count=len(unexplained), faults=names, rules=broken))
     if judgement.findings and not notes:
         named = ((KNOWN.finding(fault=each.name, reason=each.reason, link=each.link), each) for each in faults)
         known = (replace(finding, verdict=fault.verdict) for finding, fault in named)
@@ -264,13 +253,13 @@ def _notes(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.d
             continue  # a run that was stopped by a recorded fault shows no other
         for symptom in fault.requires:
             if symptom.check not in skipped and not any(symptom.explains(finding) for finding in judgement.findings):
-                yield MISSING.finding(fault=fault.name, expected=str(symptom), found="none")
+                yield catalogue.MISSING.finding(fault=fault.name, expected=str(symptom), found="none")
         if fault.review_by < today:
             day = str(fault.review_by)
             yield OUTDATED.finding(fault=fault.name, day=day, expected="a later review_by, or no record", found=day)
     recorded = sorted({fault.verdict.value for fault in faults})
     if judgement.verdict.value not in recorded:
-        yield OTHER_END.finding(expected=" or ".join(recorded), found=judgement.verdict.value)
+        yield catalogue.OTHER_END.finding(expected=" or ".join(recorded), found=judgement.verdict.value)
 
 
 def with_doubts(judgement: Judgement, doubts: Mapping[str, str]) -> Judgement:

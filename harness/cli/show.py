@@ -26,33 +26,15 @@ from harness.jsonform import compact
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.tier import coverage
 from harness.project import Project
+from harness.report import runs as reports
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, job_summary, junit_report
 from harness.report.html.page import Front, html_report
 from harness.report.run import coverage_section, damage_section, run_markdown, run_sections, totals_words
-from harness.report.runs import (
-    histories,
-    histories_sections,
-    history_document,
-    history_sections,
-    history_table,
-    run_documents,
-    runs_sections,
-)
 from harness.report.sections import Section
 from harness.result import CaseResult, RunResult
+from harness.running import stored as stored_runs
 from harness.running.selection import NothingSelected, Query, cases_to_explain, wanted, whole_tiers
-from harness.running.stored import (
-    environment_differences,
-    import_results,
-    merged,
-    remove_run,
-    results_of,
-    runs_before,
-    runs_of,
-    shards_of,
-    stored_run,
-)
 from harness.store import line_schema, run_lines
 from harness.text import counted
 
@@ -112,7 +94,7 @@ def show_command(  # noqa: PLR0913  one parameter an option
         raise click.UsageError(f"--{next(iter(added))} adds to --html.")
     project = options.project_of()
     run, case = _named(project, words)
-    result = results_of(project, run)
+    result = stored_runs.results_of(project, run)
     writes = any((html_file, json_file, junit_file, markdown_file))
     if case is not None:
         if writes:
@@ -140,7 +122,7 @@ def _named(project: Project, words: tuple[str, ...]) -> tuple[str, str | None]:
         raise click.UsageError("give at most a run and a case.")
     if len(words) == 1 and not Path(words[0]).exists() and Path(words[0]).suffix != ".json":
         try:
-            stored_run(project, words[0])
+            stored_runs.stored_run(project, words[0])
         except HarnessError:
             return "last", words[0]
     return (words[0] if words else "last", words[1] if len(words) > 1 else None)
@@ -172,9 +154,9 @@ def page_of(
     """
     sections = tuple(_sections(project, run, added))
     ids = {result.case_id for result in run.results}
-    case_histories = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
+    case_histories = reports.histories(stored_runs.runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
     history = {
-        case_history.case_id: history_table(case_history)
+        case_history.case_id: reports.history_table(case_history)
         for case_history in case_histories
         if len(case_history.moments) > 1
     }
@@ -258,8 +240,8 @@ def list_command(*, json_file: Path | None, project: Project) -> None:
 
     Imported runs have no number: they are found by their name.
     """
-    stored = list(runs_of(project))
-    options.print_or_write(runs_sections(stored), json_file, run_documents(stored))
+    stored = list(stored_runs.runs_of(project))
+    options.print_or_write(reports.runs_sections(stored), json_file, reports.run_documents(stored))
     if json_file is not None:
         return
     for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
@@ -282,9 +264,9 @@ def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, late
 
     A source is a file of `run --json`, a folder of them, or a stored run by its name.
     """
-    shards = [shard for source in sources for shard in shards_of(project, source)]
-    run = merged(shards, latest=latest, mixed=mixed)
-    for difference in environment_differences(shards):
+    shards = [shard for source in sources for shard in stored_runs.shards_of(project, source)]
+    run = stored_runs.merged(shards, latest=latest, mixed=mixed)
+    for difference in stored_runs.environment_differences(shards):
         options.print_note(f"the environments differ: {difference}.")
     options.print_sections([damage_section(tuple(run.damaged))], err=True)
     write_whole(out, run_lines(run))
@@ -302,11 +284,11 @@ def import_command(*, files: tuple[str, ...], project: Project, name: str) -> No
     The files of a folder are the shards of one run.
     """
     for file in files:
-        run = results_of(project, file)
+        run = stored_runs.results_of(project, file)
         start = replace(run.start, name=name or run.start.name)
-        alike = (stored.names[0] for stored in runs_of(project) if stored.start.started == run.start.started)
+        alike = (one.names[0] for one in stored_runs.runs_of(project) if one.start.started == run.start.started)
         there = f"is there already as {next(alike, 'another run')}"
-        done = "imported" if import_results(project, replace(run, start=start)) else there
+        done = "imported" if stored_runs.import_results(project, replace(run, start=start)) else there
         options.say(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
 
 
@@ -318,8 +300,8 @@ def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project)
     """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
     if not names and not witnesses:
         raise click.UsageError("name a run, or give --witnesses.")
-    for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
-        remove_run(run)
+    for run in {run.path: run for run in [stored_runs.stored_run(project, name) for name in names]}.values():
+        stored_runs.remove_run(run)
         options.say(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
     if witnesses:
         folder = project.witness_folder()
@@ -339,14 +321,14 @@ def history_command(*, query: Query, most: int | None, project: Project, json_fi
     On a CPU numbers repeat exactly: NONDETERMINISTIC is a case whose numbers changed in one environment, FLAKY one that
     ended differently in one environment. One case is shown whole; several are summarized, by default all that ran.
     """
-    stored = list(runs_of(project))[::-1]
-    case_histories = histories(stored, _wanted(project, query), most=most)
+    stored = list(stored_runs.runs_of(project))[::-1]
+    case_histories = reports.histories(stored, _wanted(project, query), most=most)
     if not case_histories:
         asked = shlex.join(query.words) if query != Query() else "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
     single = len(case_histories) == 1 and len(query.sources) == 1
-    sections = history_sections(case_histories[0]) if single else histories_sections(case_histories)
-    options.print_or_write(sections, json_file, list(map(history_document, case_histories)))
+    sections = reports.history_sections(case_histories[0]) if single else reports.histories_sections(case_histories)
+    options.print_or_write(sections, json_file, list(map(reports.history_document, case_histories)))
     options.print_sections([damage_section([line for run in stored for line in run.damaged])], err=True)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from harness.checks import metamorphic, recompute, scales
+from harness.checks.catalogue import KNOWN as KNOWN_FAULT
 from harness.checks.check import Rule
 from harness.checks.data import OTHER_STATE
-from harness.checks.judge import KNOWN as KNOWN_FAULT
 from harness.checks.model import SETTING
 from harness.checks.parity import GRADIENTS
 from harness.checks.reported import OTHER_LOSS

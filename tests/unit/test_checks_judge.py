@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks import fp8_on, memory
-from harness.checks.catalogue import CHECKS
+from harness.checks.catalogue import CHECKS, NO_CHECK
 from harness.checks.check import Witnesses, noun
 from harness.checks.failures import LOST, RAISED
-from harness.checks.judge import NO_CHECK, Judgement, judge, run_from_outcome
+from harness.checks.judge import Judgement, judge, run_from_outcome
 from harness.checks.loss_vs_golden import NO_GOLDEN
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
