@@ -13,18 +13,7 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case, run_cases
 from harness.jsonform import compact
-from harness.matrix.axes import (
-    DECLARED,
-    axis_type,
-    axis_values,
-    case_from_axes,
-    choices,
-    ignored_axes,
-    option_of,
-    read_assignments,
-    said,
-    shown_value,
-)
+from harness.matrix import axes as matrix_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
@@ -40,16 +29,16 @@ def axes_parameter(*, without: Mapping[str, str] | None = None, defaults: bool =
     `without`: why this command does not take an axis. `defaults`: help names those of axes.
     """
     refused = without or {}
-    names = [name for name, axis in DECLARED.items() if axis.everyday and name not in refused]
+    names = [name for name, axis in matrix_axes.DECLARED.items() if axis.everyday and name not in refused]
 
     def decorated(command: Command) -> Command:
         @functools.wraps(command)
         def with_axes(*, axes: tuple[str, ...], **given: Any) -> Any:
             options = {name: value for name in names if (value := given.pop(name)) is not None}
-            values = read_assignments(axes, option="--set")
+            values = matrix_axes.read_assignments(axes, option="--set")
             for name in values:
                 if name in options or name in refused:
-                    why = refused.get(name) or f"{said(name, options[name])} says it"
+                    why = refused.get(name) or f"{matrix_axes.said(name, options[name])} says it"
                     raise HarnessError(f"{why}.", where=f"--set {name}", fix="leave it out.")
             return command(axes=options | values, **given)
 
@@ -60,18 +49,19 @@ def axes_parameter(*, without: Mapping[str, str] | None = None, defaults: bool =
 
 
 def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
-    known, meaning = [str(choice) for choice in choices(name)], DECLARED[name].meaning
-    text = f"{meaning}. Default: {shown_value(axis_values(Case())[name])}." if defaults else f"{meaning}."
-    form: dict[str, Any] = {"type": click.Choice(known) if known else axis_type(name)}
+    known, meaning = [str(choice) for choice in matrix_axes.choices(name)], matrix_axes.DECLARED[name].meaning
+    default = matrix_axes.shown_value(matrix_axes.axis_values(Case())[name])
+    text = f"{meaning}. Default: {default}." if defaults else f"{meaning}."
+    form: dict[str, Any] = {"type": click.Choice(known) if known else matrix_axes.axis_type(name)}
     if len("|".join(known)) > _WIDE:
         form |= {"metavar": name.upper()}
         text += f" One of {', '.join(known)}."
-    return click.option(option_of(name), name, help=text, **form)
+    return click.option(matrix_axes.option_of(name), name, help=text, **form)
 
 
 def checked_case(axes: Mapping[str, object], *, where: str) -> Case:
     """Return the case of these axes; HarnessError with the axes to change, for one that no file may have."""
-    case, ignored = case_from_axes(axes), ignored_axes(axes)
+    case, ignored = matrix_axes.case_from_axes(axes), matrix_axes.ignored_axes(axes)
     if ignored:
         what = f"this case ignores {' or '.join(ignored)}."
         raise HarnessError(what, where=where, fix="leave it out, or change the axis that disables it.")
