@@ -96,19 +96,16 @@ Traffic = dict[CollectiveKey, Volume]
 class Limits(NamedTuple):
     """The fewest and the most collectives for every size of input, where a compiled run may send more or fewer."""
 
-    fewest: Mapping[int, int]
-    most: Mapping[int, int]
+    fewest: Counter[int]
+    most: Counter[int]
 
     def allow(self, volume: Volume) -> bool:
         """Return True when there are enough collectives of every size, not too many, and none of another size."""
-        return all(
-            self.fewest.get(size, 0) <= volume.sizes.get(size, 0) <= self.most.get(size, 0)
-            for size in self.most.keys() | volume.sizes.keys()
-        )
+        return self.fewest <= Counter(volume.sizes) <= self.most
 
     def allow_number(self, volume: Volume) -> bool:
         """Return True when there are enough collectives and not too many, whatever their sizes."""
-        return sum(self.fewest.values()) <= volume.times <= sum(self.most.values())
+        return self.fewest.total() <= volume.times <= self.most.total()
 
 
 class _Step(NamedTuple):
