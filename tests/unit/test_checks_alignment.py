@@ -7,15 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.fp8_on import (
-    NO_END,
-    NONE_REFUSED,
-    OTHER_ERROR,
-    REFUSED_ALIGNED,
-    REFUSED_SIZES,
-    TRAINED,
-    check_alignment,
-)
+from harness.checks import fp8_on
 from harness.matrix.rules import Refusal
 from harness.trace import RankFailure, RankTrace
 from harness.verdict import Finding
@@ -36,7 +28,7 @@ def trace(rank: int) -> RankTrace:
 
 
 def check(*ends: RankFailure | RankTrace, refusal: Refusal | None = REFUSAL) -> list[Finding]:
-    return check_alignment(CASE, run_of(*ends), make_witnesses(CASE, refusal=refusal))
+    return fp8_on.check_alignment(CASE, run_of(*ends), make_witnesses(CASE, refusal=refusal))
 
 
 def test_a_refusal_on_every_rank_and_a_run_that_trains_as_it_should_have_no_findings() -> None:
@@ -47,15 +39,15 @@ def test_a_refusal_on_every_rank_and_a_run_that_trains_as_it_should_have_no_find
 
 def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
     (finding,) = check(trace(0), trace(1))
-    assert (finding.rule, finding.rank, finding.ranks) == (TRAINED.name, 0, (0, 1))
+    assert (finding.rule, finding.rank, finding.ranks) == (fp8_on.TRAINED.name, 0, (0, 1))
     (finding,) = check(failure(0), trace(1))
-    assert (finding.rule, finding.ranks) == (TRAINED.name, (1,))
+    assert (finding.rule, finding.ranks) == (fp8_on.TRAINED.name, (1,))
     (finding,) = check(failure(0))
-    assert (finding.rule, finding.ranks) == (NO_END.name, (1,))
+    assert (finding.rule, finding.ranks) == (fp8_on.NO_END.name, (1,))
     (finding,) = check()
-    assert (finding.rule, finding.rank, finding.ranks) == (NO_END.name, 0, (0, 1))
+    assert (finding.rule, finding.rank, finding.ranks) == (fp8_on.NO_END.name, 0, (0, 1))
     (finding,) = check(failure(0, consequence=True), failure(1, consequence=True))
-    assert finding.rule == NONE_REFUSED.name
+    assert finding.rule == fp8_on.NONE_REFUSED.name
 
 
 @pytest.mark.parametrize(
@@ -70,7 +62,7 @@ def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
 )
 def test_failing_differently_is_found_with_what_was_expected(other: RankFailure) -> None:
     (finding,) = check(failure(0), other)
-    assert (finding.rule, finding.rank, finding.values["refusal"]) == (OTHER_ERROR.name, 1, REFUSAL.name)
+    assert (finding.rule, finding.rank, finding.values["refusal"]) == (fp8_on.OTHER_ERROR.name, 1, REFUSAL.name)
     assert (finding.values["pattern"], finding.expected) == (REFUSAL.pattern, f"refused: {REFUSAL.reason}")
     assert finding.found == f"{other.kind}: {other.message}"
 
@@ -87,7 +79,7 @@ def test_failing_differently_is_found_with_what_was_expected(other: RankFailure)
 )
 def test_refusing_an_aligned_matmul_is_found(message: str) -> None:
     (finding,) = check(failure(1, message), failure(0, "x", consequence=True), refusal=None)
-    assert (finding.rule, finding.ranks) == (REFUSED_ALIGNED.name, (1,))
+    assert (finding.rule, finding.ranks) == (fp8_on.REFUSED_ALIGNED.name, (1,))
     assert (finding.rank, finding.found) == (1, message)
 
 
@@ -104,5 +96,5 @@ def test_the_order_of_ranks_does_not_matter(ends: list[RankFailure | RankTrace])
 
 def test_of_a_model_that_is_not_known_nobody_says_that_it_is_aligned() -> None:
     case = replace(CASE, target="mine")
-    (finding,) = check_alignment(case, run_of(failure(1), failure(0)), make_witnesses(case, refusal=None))
-    assert (finding.rule, finding.rank, finding.ranks) == (REFUSED_SIZES.name, 0, (0, 1))
+    (finding,) = fp8_on.check_alignment(case, run_of(failure(1), failure(0)), make_witnesses(case, refusal=None))
+    assert (finding.rule, finding.rank, finding.ranks) == (fp8_on.REFUSED_SIZES.name, 0, (0, 1))

@@ -6,21 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checks import fp8_on
 from harness.checks.check import Rule
-from harness.checks.fp8_on import (
-    CONVERTED,
-    FILTERS,
-    FOREIGN_PARTS,
-    LACKS_PARTS,
-    NO_STEP,
-    NOT_CONVERTED,
-    NOT_SCALED,
-    NUMBER,
-    SCALED,
-    TWICE,
-    check_fp8_on,
-    check_matmuls,
-)
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import Recipe
@@ -38,7 +25,7 @@ def trace(rank: int, **changes: object) -> RankTrace:
 
 
 def check(*traces: RankTrace, of: Case = CASE, **expected: object) -> list[Finding]:
-    return check_fp8_on(of, run_of(*traces), make_witnesses(of, **expected))
+    return fp8_on.check_fp8_on(of, run_of(*traces), make_witnesses(of, **expected))
 
 
 def test_as_expected_whatever_the_number_of_scaled_matmuls() -> None:
@@ -67,24 +54,24 @@ def test_linears_that_are_not_converted_are_one_finding_by_their_names_in_blocks
 
 def test_what_is_converted_too_much_too_little_or_twice_is_named() -> None:
     (lacking,) = check(*(trace(rank, converted_fqns=FQNS[1:]) for rank in (0, 1)))
-    assert (lacking.rule, lacking.module, lacking.ranks) == (NOT_CONVERTED.name, W1, (0, 1))
+    assert (lacking.rule, lacking.module, lacking.ranks) == (fp8_on.NOT_CONVERTED.name, W1, (0, 1))
     (extra,) = check(trace(0), trace(1, converted_fqns=(*FQNS, "output")))
-    assert (extra.rule, extra.module, extra.ranks) == (CONVERTED.name, "output", (1,))
+    assert (extra.rule, extra.module, extra.ranks) == (fp8_on.CONVERTED.name, "output", (1,))
     assert extra.verdict is Verdict.INVARIANT
     (finding,) = check(trace(0, converted_fqns=(*FQNS, FQNS[1], FQNS[0])), trace(1))
-    assert (finding.rule, finding.module, fqns_of(finding)) == (TWICE.name, FQNS[0], sorted(FQNS[:2]))
+    assert (finding.rule, finding.module, fqns_of(finding)) == (fp8_on.TWICE.name, FQNS[0], sorted(FQNS[:2]))
     (finding,) = check(trace(0), trace(1, unmatched_filters=("wqq",)))
-    assert (finding.rule, finding.values["entries"], finding.ranks) == (FILTERS.name, "wqq", (1,))
+    assert (finding.rule, finding.values["entries"], finding.ranks) == (fp8_on.FILTERS.name, "wqq", (1,))
     (finding,) = check(trace(0, steps=()), trace(1, steps=()))
-    assert (finding.rule, finding.rank, finding.ranks) == (NO_STEP.name, 0, (0, 1))
+    assert (finding.rule, finding.rank, finding.ranks) == (fp8_on.NO_STEP.name, 0, (0, 1))
 
 
 @pytest.mark.parametrize("calls", [(0, 0), (0, 12), (12, 0)])
 def test_a_step_without_scaled_matmuls_is_found_on_its_rank(calls: tuple[int, int]) -> None:
     (finding,) = check(trace(0), trace(1, calls=calls))
-    assert (finding.rule, finding.ranks) == (NOT_SCALED.name, (1,))
+    assert (finding.rule, finding.ranks) == (fp8_on.NOT_SCALED.name, (1,))
     (finding,) = check(trace(0, calls=calls), trace(1, calls=calls))
-    assert (finding.rule, finding.rank, finding.ranks) == (NOT_SCALED.name, 0, (0, 1))
+    assert (finding.rule, finding.rank, finding.ranks) == (fp8_on.NOT_SCALED.name, 0, (0, 1))
 
 
 def test_the_order_of_ranks_does_not_matter() -> None:
@@ -109,7 +96,7 @@ def test_bf16_converts_nothing_and_runs_no_scaled_matmul() -> None:
     good = make_trace(bf16)
     assert check(good, make_trace(bf16, 1), of=bf16) == []
     (finding,) = check(good, make_trace(bf16, 1, calls=(0, 1)), of=bf16)
-    assert (finding.rule, finding.ranks) == (SCALED.name, (1,))
+    assert (finding.rule, finding.ranks) == (fp8_on.SCALED.name, (1,))
     assert len(check(trace(0), trace(1), of=bf16)) == 1 + 1
 
 
@@ -139,21 +126,21 @@ def test_the_cpu_needs_its_stand_ins(recipe: Recipe, tp: int, virtual: tuple[str
     ("device", "arithmetic", "virtual", "wrong"),
     [
         ("NVIDIA H200", "", (), None),
-        ("NVIDIA H200", "", ("scaled_mm",), (FOREIGN_PARTS, "NVIDIA H200")),
+        ("NVIDIA H200", "", ("scaled_mm",), (fp8_on.FOREIGN_PARTS, "NVIDIA H200")),
         ("NVIDIA H200", "exact", ("scaled_mm",), None),
-        ("NVIDIA H200", "exact", (), (LACKS_PARTS, "scaled_mm")),
-        ("NVIDIA H200", "exact", ("collectives", "scaled_mm"), (FOREIGN_PARTS, "NVIDIA H200")),
+        ("NVIDIA H200", "exact", (), (fp8_on.LACKS_PARTS, "scaled_mm")),
+        ("NVIDIA H200", "exact", ("collectives", "scaled_mm"), (fp8_on.FOREIGN_PARTS, "NVIDIA H200")),
         ("NVIDIA H200", "kernel", (), None),
         ("cpu", "kernel", ("collectives", "symm_mem"), None),
-        ("cpu", "kernel", ("collectives", "scaled_mm"), (FOREIGN_PARTS, "cpu")),
-        ("cpu", "kernel", (), (LACKS_PARTS, "collectives")),
+        ("cpu", "kernel", ("collectives", "scaled_mm"), (fp8_on.FOREIGN_PARTS, "cpu")),
+        ("cpu", "kernel", (), (fp8_on.LACKS_PARTS, "collectives")),
     ],
 )
 def test_the_arithmetic_says_which_matmul_may_be_there(
     device: str, arithmetic: str, virtual: tuple[str, ...], wrong: tuple[Rule, str] | None
 ) -> None:
     findings = check(trace(0, device=device, arithmetic=arithmetic, virtual=virtual))
-    key_of_rule = {LACKS_PARTS.name: "parts", FOREIGN_PARTS.name: "device"}
+    key_of_rule = {fp8_on.LACKS_PARTS.name: "parts", fp8_on.FOREIGN_PARTS.name: "device"}
     reported = [(finding.rule, finding.values[key_of_rule[finding.rule]]) for finding in findings]
     assert reported == ([] if wrong is None else [(wrong[0].name, wrong[1])])
 
@@ -161,7 +148,7 @@ def test_the_arithmetic_says_which_matmul_may_be_there(
 def test_the_words_about_the_virtual_device() -> None:
     for virtual, found in (((), "nothing"), (("x", "a"), "a, x")):
         (finding,) = check(trace(0, virtual=virtual), trace(1, virtual=virtual[::-1]))
-        assert (finding.rule, finding.ranks, finding.found) == (LACKS_PARTS.name, (0, 1), found)
+        assert (finding.rule, finding.ranks, finding.found) == (fp8_on.LACKS_PARTS.name, (0, 1), found)
         assert finding.values["parts"] == finding.expected == "collectives, scaled_mm"
 
 
@@ -169,7 +156,7 @@ CALLS = 12
 
 
 def counted(*traces: RankTrace) -> list[Finding]:
-    return check_matmuls(CASE, run_of(*traces), make_witnesses(CASE))
+    return fp8_on.check_matmuls(CASE, run_of(*traces), make_witnesses(CASE))
 
 
 @pytest.mark.parametrize(
@@ -183,9 +170,11 @@ def counted(*traces: RankTrace) -> list[Finding]:
 )
 def test_the_number_is_that_of_the_formula(axes: dict[str, object], calls: int) -> None:
     of = make_case(**axes)
-    assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of)) == []
-    assert check_matmuls(of, make_run(of, calls=calls + 1), make_witnesses(of))
-    assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of, scaled_mm_calls=(calls + 1, calls + 1)))
+    assert fp8_on.check_matmuls(of, make_run(of, calls=calls), make_witnesses(of)) == []
+    assert fp8_on.check_matmuls(of, make_run(of, calls=calls + 1), make_witnesses(of))
+    assert fp8_on.check_matmuls(
+        of, make_run(of, calls=calls), make_witnesses(of, scaled_mm_calls=(calls + 1, calls + 1))
+    )
 
 
 @given(st.integers(0, 1), st.integers(0, 1), st.integers(0, 50).filter(lambda count: count != CALLS))
@@ -198,7 +187,7 @@ def test_any_other_number_of_calls_at_any_step_and_rank_fails(rank: int, index: 
 
 def test_ranks_that_agree_share_a_finding_and_the_first_step_is_named() -> None:
     (finding,) = counted(trace(0, calls=(9, 9)), trace(1, calls=(9, 3)))
-    assert (finding.rule, finding.step, finding.ranks) == (NUMBER.name, 1, (0, 1))
+    assert (finding.rule, finding.step, finding.ranks) == (fp8_on.NUMBER.name, 1, (0, 1))
     assert dict(finding.values) == {"calls": 9, "wanted": "12"}
     first, second = counted(trace(1, calls=(12, 3)), trace(0, calls=(9, 9)))
     assert (first.step, first.rank, second.step, second.rank) == (1, 0, 2, 1)

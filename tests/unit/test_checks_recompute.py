@@ -8,22 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness.checks import recompute
 from harness.checks.check import Rule, Witnesses
-from harness.checks.recompute import (
-    CAST,
-    COPY,
-    GATHERED,
-    MATMUL,
-    MICROBATCH,
-    NOT_RECOMPUTED,
-    NUMBER,
-    OTHER_SCALE,
-    SCALE,
-    STALE_CAST,
-    UNASKED,
-    check_lifetime,
-    check_recompute,
-)
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model, llama_model, recomputed_calls
 from harness.matrix.case import Case
@@ -80,7 +66,7 @@ def last_changed(mine: OperandTrace, **change: Any) -> OperandTrace:
 
 
 def check(of: Case, operands: OperandTrace | None) -> list[Finding]:
-    return check_recompute(of, run_of(make_trace(of, operands=operands)), make_witnesses(of))
+    return recompute.check_recompute(of, run_of(make_trace(of, operands=operands)), make_witnesses(of))
 
 
 FULL = case(checkpointing="full")
@@ -106,7 +92,7 @@ def test_a_cast_that_differs_is_found(phase: str, role: str, change: dict[str, A
     )
     (finding,) = check(FULL, replace(recorded(FULL), casts=wrong))
     assert (finding.step, finding.rank, finding.module) == (1, 0, "layers.0.attention.wk")
-    assert (finding.rule, finding.operand, finding.values["total"]) == (CAST.name, f"{role} in {phase}", 2)
+    assert (finding.rule, finding.operand, finding.values["total"]) == (recompute.CAST.name, f"{role} in {phase}", 2)
     assert finding.expected != finding.found
 
 
@@ -148,16 +134,16 @@ def test_a_recomputed_matmul_that_differs_is_found(change: dict[str, Any]) -> No
     mine = recorded(FULL)
     wrong = (*mine.matmuls[:-1], replace(mine.matmuls[-1], **change))
     (finding,) = check(FULL, replace(mine, matmuls=wrong))
-    assert (finding.rule, finding.operand) == (MATMUL.name, "matmul recompute")
+    assert (finding.rule, finding.operand) == (recompute.MATMUL.name, "matmul recompute")
 
 
 def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     mine = recorded(FULL)
     casts = tuple(one for one in mine.casts if one.phase != "recompute")
     (finding,) = check(FULL, replace(mine, casts=casts))
-    assert (finding.rule, finding.expected) == (NOT_RECOMPUTED.name, "a recomputation")
+    assert (finding.rule, finding.expected) == (recompute.NOT_RECOMPUTED.name, "a recomputation")
     (finding,) = check(FULL, replace(mine, matmuls=mine.matmuls[:-1]))
-    assert finding.rule == NUMBER.name
+    assert finding.rule == recompute.NUMBER.name
 
 
 def test_a_model_that_no_formula_describes_recomputes_where_it_is_asked_to_alone() -> None:
@@ -167,7 +153,7 @@ def test_a_model_that_no_formula_describes_recomputes_where_it_is_asked_to_alone
         record = ModelRecord(linears=(up,), calls={"up": 1}, recomputed={"up": times}, **parts)
         run = run_of(make_trace(operands=OperandTrace(casts=(cast(0, "up", "weight", "recompute"),), matmuls=())))
         witnesses = Witnesses(expect=Expectations(of, found_model(of, record, record)))
-        assert (UNASKED.name in rules(check_recompute(of, run, witnesses))) == bool(times)
+        assert (recompute.UNASKED.name in rules(recompute.check_recompute(of, run, witnesses))) == bool(times)
 
 
 CASE = make_case(recipe="tensorwise", steps=3)
@@ -192,27 +178,32 @@ AGED = Aged(
 def lifetime(*reused: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> list[Finding]:
     trace = make_trace(CASE, operands=OperandTrace(casts=(), matmuls=(), aged=reused, kept=kept))
     steps = tuple(replace(step, optimizer_steps=updates) for step in trace.steps)
-    return check_lifetime(CASE, run_of(replace(trace, steps=steps)), make_witnesses(CASE))
+    return recompute.check_lifetime(CASE, run_of(replace(trace, steps=steps)), make_witnesses(CASE))
 
 
 @pytest.mark.parametrize(
     ("use", "rule", "expected", "found"),
     [
-        ({}, STALE_CAST, "of step 3", "of step 2"),
-        ({"what": "source"}, COPY, "of step 3", "of step 2"),
-        ({"what": "scale"}, SCALE, "of step 3", "of step 2"),
-        ({"role": "input"}, MICROBATCH, "of step 3, microbatch 2", "of step 2, microbatch 1"),
-        ({"role": "input", "what": "scale"}, MICROBATCH, "of step 3, microbatch 2", "of step 2, microbatch 1"),
-        ({"role": "grad_output", "microbatch": 0}, MICROBATCH, "of step 3", "of step 2, microbatch 1"),
+        ({}, recompute.STALE_CAST, "of step 3", "of step 2"),
+        ({"what": "source"}, recompute.COPY, "of step 3", "of step 2"),
+        ({"what": "scale"}, recompute.SCALE, "of step 3", "of step 2"),
+        ({"role": "input"}, recompute.MICROBATCH, "of step 3, microbatch 2", "of step 2, microbatch 1"),
+        (
+            {"role": "input", "what": "scale"},
+            recompute.MICROBATCH,
+            "of step 3, microbatch 2",
+            "of step 2, microbatch 1",
+        ),
+        ({"role": "grad_output", "microbatch": 0}, recompute.MICROBATCH, "of step 3", "of step 2, microbatch 1"),
         (
             {"role": "input", "step": 2, "microbatch": 1, "first_phase": "evaluation"},
-            MICROBATCH,
+            recompute.MICROBATCH,
             "of step 2, microbatch 1",
             "of the evaluation of step 2, microbatch 1",
         ),
         (
             {"what": "other_scale", "first_fqn": "wk", "first_role": "input"},
-            OTHER_SCALE,
+            recompute.OTHER_SCALE,
             "of step 3",
             "of step 2, input of wk",
         ),
@@ -226,12 +217,12 @@ def test_what_is_used_again_is_named_with_its_time(use: dict[str, Any], rule: Ru
 
 def test_a_weight_that_no_optimizer_has_updated_since_has_no_age() -> None:
     assert lifetime(AGED, updates=0) == []
-    assert [finding.rule for finding in lifetime(replace(AGED, role="input"), updates=0)] == [MICROBATCH.name]
+    assert [finding.rule for finding in lifetime(replace(AGED, role="input"), updates=0)] == [recompute.MICROBATCH.name]
 
 
 def test_a_weight_that_stays_gathered_is_named() -> None:
     (finding,) = lifetime(kept=tuple(KeptWeight(step=step, fqn="wq", name="weight") for step in (1, 2)))
-    assert (finding.rule, finding.step, finding.module, finding.operand) == (GATHERED.name, 1, "wq", "weight")
+    assert (finding.rule, finding.step, finding.module, finding.operand) == (recompute.GATHERED.name, 1, "wq", "weight")
 
 
 def test_it_judges_eager_runs_in_float8_alone() -> None:

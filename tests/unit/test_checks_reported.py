@@ -9,19 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.reported import (
-    GRAD_NORM,
-    LOSS,
-    NO_TRACE,
-    NOT_CLIPPED,
-    OTHER_LOSS,
-    OTHER_WORLD,
-    SEVERAL_TRACES,
-    STEPS,
-    check_clipping,
-    check_evaluation,
-    check_finite,
-)
+from harness.checks import reported
 from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
@@ -40,7 +28,7 @@ def run(world: int = 2, steps: int = 3) -> Run:
 
 def check(checked_run: Run, of: Case | None = None) -> list[Finding]:
     of = of or case()
-    return check_finite(of, checked_run, make_witnesses(of))
+    return reported.check_finite(of, checked_run, make_witnesses(of))
 
 
 @given(st.integers(1, 8), st.integers(1, 6))
@@ -57,7 +45,7 @@ def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: s
     assert len(findings) == 1
     finding = findings[0]
     assert (finding.step, finding.rank, finding.verdict) == (number, rank, Verdict.NUMERIC)
-    assert finding.rule == {"loss": LOSS, "grad_norm": GRAD_NORM}[quantity].name
+    assert finding.rule == {"loss": reported.LOSS, "grad_norm": reported.GRAD_NORM}[quantity].name
     assert dict(finding.values) == {"quantity": quantity, "value": str(value), "count": 1}
 
 
@@ -74,7 +62,7 @@ def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
         broken = with_step(broken, rank, number, loss=math.nan)
     (finding,) = check(broken)
     assert (finding.step, finding.rank) == (2, 1)
-    assert (finding.rule, finding.values["count"], finding.ranks) == (LOSS.name, 3, (0, 1))
+    assert (finding.rule, finding.values["count"], finding.ranks) == (reported.LOSS.name, 3, (0, 1))
 
 
 @given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))
@@ -94,24 +82,24 @@ def test_only_steps_1_to_n_in_order_are_right(numbers: tuple[int, ...], ranks: t
     for rank in ranks:
         broken = with_rank(broken, rank, lambda trace: replace(trace, steps=steps))
     (finding,) = check(broken)
-    assert (finding.rule, finding.verdict) == (STEPS.name, Verdict.INVARIANT)
+    assert (finding.rule, finding.verdict) == (reported.STEPS.name, Verdict.INVARIANT)
     assert (finding.ranks, finding.values["steps"]) == (ranks, 3)
 
 
 def test_every_rank_must_answer_exactly_once() -> None:
     full = run(3).traces
     for traces, rule, ranks in (
-        ((), NO_TRACE, (0, 1)),
-        (full[:1], NO_TRACE, (1,)),
-        (full, OTHER_WORLD, (2,)),
-        ((full[0], full[1], full[1]), SEVERAL_TRACES, (1,)),
+        ((), reported.NO_TRACE, (0, 1)),
+        (full[:1], reported.NO_TRACE, (1,)),
+        (full, reported.OTHER_WORLD, (2,)),
+        ((full[0], full[1], full[1]), reported.SEVERAL_TRACES, (1,)),
     ):
         assert [(finding.rule, finding.ranks) for finding in check(run_of(*traces))] == [(rule.name, ranks)]
 
 
 def test_the_words_of_the_findings() -> None:
     (lost,) = check(run(1), case(3))
-    assert (lost.rule, lost.rank, lost.ranks, lost.found) == (NO_TRACE.name, 1, (1, 2), "1 trace")
+    assert (lost.rule, lost.rank, lost.ranks, lost.found) == (reported.NO_TRACE.name, 1, (1, 2), "1 trace")
     (none, *_) = check(run(2, steps=0))
     assert none.found == "0 steps: none"
     (short,) = check(run(2, steps=12), case(steps=13))
@@ -134,7 +122,7 @@ def of_steps(checked: Run, rank: int, **numbers: float | None) -> Run:
 def findings_of_loss(evaluated: float | None, *, rank: int = 0) -> list[Finding]:
     fine = of_steps(of_steps(run(steps=2), 0, evaluation_loss=7.0), 1, evaluation_loss=7.0)
     checked = with_step(fine, rank, 2, evaluation_loss=evaluated)
-    return check_evaluation(EVALUATED, checked, make_witnesses(EVALUATED))
+    return reported.check_evaluation(EVALUATED, checked, make_witnesses(EVALUATED))
 
 
 def test_the_loss_of_training_has_no_findings() -> None:
@@ -146,7 +134,7 @@ def test_the_loss_of_training_has_no_findings() -> None:
 def test_any_other_loss_is_found(evaluated: float | None, rank: int) -> None:
     (finding,) = findings_of_loss(evaluated, rank=rank)
     assert (finding.step, finding.rank, finding.expected) == (2, rank, "7.0")
-    assert finding.rule == OTHER_LOSS.name
+    assert finding.rule == reported.OTHER_LOSS.name
 
 
 def test_without_an_evaluation_nothing_is_judged() -> None:
@@ -182,23 +170,23 @@ CLIPPED = make_case(max_norm=0.5, dtype="float64", steps=2)
 FINE = {"reported_grad_norm": 0.4, "grad_norm": 0.4}
 
 
-def clipped(grad_norm: float, reported: float | None, *, ranks: tuple[int, ...] = (0,)) -> list[Finding]:
+def clipped(grad_norm: float, told: float | None, *, ranks: tuple[int, ...] = (0,)) -> list[Finding]:
     """What is found where `ranks` have these norms, and the others 0.4, unclipped."""
     checked = of_steps(of_steps(run(steps=2), 0, **FINE), 1, **FINE)
     for rank in ranks:
-        checked = of_steps(checked, rank, reported_grad_norm=reported, grad_norm=grad_norm)
-    return check_clipping(CLIPPED, checked, make_witnesses(CLIPPED))
+        checked = of_steps(checked, rank, reported_grad_norm=told, grad_norm=grad_norm)
+    return reported.check_clipping(CLIPPED, checked, make_witnesses(CLIPPED))
 
 
 @pytest.mark.parametrize(
-    ("grad_norm", "reported"), [(0.5 * (1 - 1e-6), 2.0), (0.4, 0.4), (0.5, 0.5), (0.5, None), (0.3, None)]
+    ("grad_norm", "told"), [(0.5 * (1 - 1e-6), 2.0), (0.4, 0.4), (0.5, 0.5), (0.5, None), (0.3, None)]
 )
-def test_clipped_gradients_have_no_findings(grad_norm: float, reported: float | None) -> None:
-    assert clipped(grad_norm, reported) == []
+def test_clipped_gradients_have_no_findings(grad_norm: float, told: float | None) -> None:
+    assert clipped(grad_norm, told) == []
 
 
 @pytest.mark.parametrize(
-    ("grad_norm", "reported"),
+    ("grad_norm", "told"),
     [
         (2.0, 2.0),
         (0.25, 2.0),
@@ -211,14 +199,14 @@ def test_clipped_gradients_have_no_findings(grad_norm: float, reported: float | 
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_other_norm_is_found(grad_norm: float, reported: float | None, rank: int) -> None:
-    (finding,) = clipped(grad_norm, reported, ranks=(rank,))
-    assert (finding.rule, finding.step, finding.rank) == (NOT_CLIPPED.name, 1, rank)
+def test_any_other_norm_is_found(grad_norm: float, told: float | None, rank: int) -> None:
+    (finding,) = clipped(grad_norm, told, ranks=(rank,))
+    assert (finding.rule, finding.step, finding.rank) == (reported.NOT_CLIPPED.name, 1, rank)
     assert (finding.values["max_norm"], repr(finding.values["norm"])) == (0.5, repr(grad_norm))
-    assert ("ranks clip by other norms" in finding.message) == (reported not in (None, 0.4))
+    assert ("ranks clip by other norms" in finding.message) == (told not in (None, 0.4))
 
 
 def test_a_norm_of_all_ranks_names_none() -> None:
     (finding,) = clipped(2.0, 2.0, ranks=(0, 1))
-    assert (finding.rule, finding.step, finding.rank, finding.ranks) == (NOT_CLIPPED.name, 1, None, ())
+    assert (finding.rule, finding.step, finding.rank, finding.ranks) == (reported.NOT_CLIPPED.name, 1, None, ())
     assert "ranks clip by other norms" not in finding.message

@@ -10,30 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness.checks import scales
 from harness.checks.check import Rule
-from harness.checks.scales import (
-    DIFFERENT,
-    DIM,
-    EXACT,
-    FLUSHED,
-    LOCAL,
-    MATMUL_DATA,
-    MATMUL_SCALE,
-    MEASURED_STEPS,
-    NO_CAST,
-    NO_REFERENCE,
-    NOTHING_COMPARED,
-    REPLICAS,
-    ROUNDED,
-    RULES,
-    SATURATED,
-    SHARED,
-    SOURCE_DTYPE,
-    cast_shares,
-    check_scales,
-    check_underflow,
-    with_cast_shares,
-)
 from harness.expect.expectations import Expectations
 from harness.expect.model import CastForm, CastSite
 from harness.matrix.case import Case
@@ -140,7 +118,7 @@ def changed(
 
 
 def check(of: Case, run: Run) -> list[Finding]:
-    return check_scales(of, run, make_witnesses(of))
+    return scales.check_scales(of, run, make_witnesses(of))
 
 
 def rescaled(factor: float) -> ChangeOf:
@@ -191,24 +169,24 @@ def test_a_clean_run_has_no_findings(of: Case) -> None:
         for rank in range(of.world_size):
             larger = with_amax(2.0 ** (rank // of.layout.tp))
             run = changed(run, larger, rank=rank, where=lambda record: record.role != "weight")
-    assert rules(check(of, run)) <= {MATMUL_SCALE.name}
+    assert rules(check(of, run)) <= {scales.MATMUL_SCALE.name}
 
 
 def test_a_wrong_scale_names_its_first_place_and_whose_amax_it_implies() -> None:
     in_w2 = changed(
         clean(case()), rescaled(1 + 2.0**-20), role="weight", where=lambda one: one.step == 2 and "w2" in one.fqn
     )
-    (finding,) = [one for one in check(case(), in_w2) if one.rule == RULES.amax.name]
+    (finding,) = [one for one in check(case(), in_w2) if one.rule == scales.RULES.amax.name]
     assert (finding.step, finding.rank, finding.module) == (2, 0, "layers.0.feed_forward.w2")
     assert "224.0 = 448 / amax 2.0" in (finding.expected or "")
     of = case(tp=2)
     local = changed(clean(of), {"amax": AMAX / 2}, rank=0, role="input")
     both = changed(local, rescaled(2.0), role="input")
-    finding = next(one for one in check(of, both) if one.rule == RULES.amax.name)
+    finding = next(one for one in check(of, both) if one.rule == scales.RULES.amax.name)
     assert (finding.rank, finding.notes) == (0, ("it is the scale for the amax on rank 0 alone, not reduced over tp",))
     assert finding.found == "448.0 = 448 / amax 1"
     alone = changed(local, rescaled(2.0), rank=0, role="input")
-    unequal = next(one for one in check(of, alone) if one.rule == DIFFERENT.name)
+    unequal = next(one for one in check(of, alone) if one.rule == scales.DIFFERENT.name)
     assert (unequal.rank, unequal.notes) == (1, ())  # that of rank 1 is right
 
 
@@ -223,7 +201,7 @@ def test_the_block_whose_scale_is_furthest_off_is_named(lowest: float, highest: 
         lambda record: {**wrong, "scale": replace(record.scale, shape=(32, 4))},
         where=lambda record: record.role == "weight" and record.axiswise_dim == -1,
     )
-    finding = next(one for one in check(of, run) if one.rule == RULES.amax.name)
+    finding = next(one for one in check(of, run) if one.rule == scales.RULES.amax.name)
     assert finding.notes == (f"furthest off is {said}",)
 
 
@@ -239,7 +217,7 @@ def test_a_stale_scale_of_rows_names_its_step() -> None:
 
     run = changed(clean(of), fresh)
     wrong = changed(run, stale, where=lambda record: (record.step, record.role) == (2, "weight"))
-    finding = next(one for one in check(of, wrong) if one.rule == RULES.amax.name)
+    finding = next(one for one in check(of, wrong) if one.rule == scales.RULES.amax.name)
     assert (finding.step, finding.notes) == (2, ("it is the scale of step 1",))
     assert "for amaxes of 0.249 to 1.49 times the right ones" in (finding.found or "")
 
@@ -247,18 +225,18 @@ def test_a_stale_scale_of_rows_names_its_step() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"mismatched": 1}, RULES.data),
-        ({"saturated": 3}, RULES.saturated),
-        ({"nonfinite": 1}, RULES.nonfinite),
-        ({"target_dtype": E4M3}, RULES.target_dtype),
-        ({"source_dtype": "bfloat16"}, SOURCE_DTYPE),
-        ({"axiswise_dim": -1}, DIM),
-        ({"scale": make_scale(28672.0, dtype="float64")}, RULES.scale_dtype),
-        ({"scale": make_scale(28672.0, (16, 1))}, RULES.scale_shape),
-        ({"scale": make_scale(float("inf"))}, RULES.scale_range),
-        ({"scale": make_scale(-1.0)}, RULES.scale_range),
-        ({"scale": make_scale(float("nan"))}, RULES.scale_range),
-        ({"scale": make_scale(57344 / 2 * 0.999999)}, RULES.amax),
+        ({"mismatched": 1}, scales.RULES.data),
+        ({"saturated": 3}, scales.RULES.saturated),
+        ({"nonfinite": 1}, scales.RULES.nonfinite),
+        ({"target_dtype": E4M3}, scales.RULES.target_dtype),
+        ({"source_dtype": "bfloat16"}, scales.SOURCE_DTYPE),
+        ({"axiswise_dim": -1}, scales.DIM),
+        ({"scale": make_scale(28672.0, dtype="float64")}, scales.RULES.scale_dtype),
+        ({"scale": make_scale(28672.0, (16, 1))}, scales.RULES.scale_shape),
+        ({"scale": make_scale(float("inf"))}, scales.RULES.scale_range),
+        ({"scale": make_scale(-1.0)}, scales.RULES.scale_range),
+        ({"scale": make_scale(float("nan"))}, scales.RULES.scale_range),
+        ({"scale": make_scale(57344 / 2 * 0.999999)}, scales.RULES.amax),
     ],
 )
 def test_one_wrong_cast_is_found(change: Change, rule: Rule) -> None:
@@ -286,19 +264,19 @@ def test_the_scale_of_nan_is_nan_and_no_rule_about_scales_is_broken(recipe: str)
         one if one.gemm in gradients else replace(one, a_scale=nan, b_scale=nan) for one in trace.operands.matmuls
     )
     findings = check(of, run_of(replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))))
-    assert [one.rule for one in findings] == [RULES.nonfinite.name]
+    assert [one.rule for one in findings] == [scales.RULES.nonfinite.name]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
     of = case(tp=2)
     run = changed(clean(of), {"amax": math.nan}, rank=rank)
-    assert RULES.amax.name in rules(check(of, run))
+    assert scales.RULES.amax.name in rules(check(of, run))
 
 
 def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
     of = case("rowwise")
-    for factor, rule in ((1.5, RULES.power_of_two), (2.0, RULES.amax), (0.25, RULES.amax)):
+    for factor, rule in ((1.5, scales.RULES.power_of_two), (2.0, scales.RULES.amax), (0.25, scales.RULES.amax)):
         wrong = changed(clean(of), rescaled(factor), role="weight")
         assert rule.name in rules(check(of, wrong))
 
@@ -306,20 +284,20 @@ def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
 @pytest.mark.parametrize(
     ("of", "role", "change", "rule"),
     [
-        (case(tp=2), "input", rescaled(0.5), DIFFERENT),
-        (case(tp=2), "weight", rescaled(0.5), DIFFERENT),
-        (case(dp_shard=2), "weight", rescaled(0.5), DIFFERENT),
-        (case(dp_shard=2, fp8_all_gather=True), "weight", rescaled(0.5), DIFFERENT),
-        (case(dp_shard=2, dp_replicate=2, fp8_all_gather=True), "weight", rescaled(0.5), DIFFERENT),
-        (case(dp_shard=2), "weight", {"data_digest": "x"}, REPLICAS),
-        (case(dp_shard=2), "weight", with_amax(2.0), REPLICAS),
+        (case(tp=2), "input", rescaled(0.5), scales.DIFFERENT),
+        (case(tp=2), "weight", rescaled(0.5), scales.DIFFERENT),
+        (case(dp_shard=2), "weight", rescaled(0.5), scales.DIFFERENT),
+        (case(dp_shard=2, fp8_all_gather=True), "weight", rescaled(0.5), scales.DIFFERENT),
+        (case(dp_shard=2, dp_replicate=2, fp8_all_gather=True), "weight", rescaled(0.5), scales.DIFFERENT),
+        (case(dp_shard=2), "weight", {"data_digest": "x"}, scales.REPLICAS),
+        (case(dp_shard=2), "weight", with_amax(2.0), scales.REPLICAS),
     ],
 )
 def test_ranks_that_hold_one_tensor_must_share_its_scale_and_data(
     of: Case, role: str, change: Change | ChangeOf, rule: Rule
 ) -> None:
     wrong = rules(check(of, changed(clean(of), change, rank=1, role=role)))
-    assert rule.name in wrong and (rule is DIFFERENT or DIFFERENT.name not in wrong)
+    assert rule.name in wrong and (rule is scales.DIFFERENT or scales.DIFFERENT.name not in wrong)
 
 
 def test_the_largest_magnitude_may_be_on_another_rank() -> None:
@@ -327,7 +305,7 @@ def test_the_largest_magnitude_may_be_on_another_rank() -> None:
     run = changed(clean(case(tp=2)), smaller, rank=1, role="weight")
     assert check(case(tp=2), run) == []
     run = changed(run, smaller, rank=0, role="weight")
-    assert RULES.amax.name in rules(check(case(tp=2), run))
+    assert scales.RULES.amax.name in rules(check(case(tp=2), run))
 
 
 @pytest.mark.parametrize("precompute_scale", [False, True])
@@ -336,36 +314,36 @@ def test_a_gathered_weight_has_one_scale_on_all_tp_ranks(precompute_scale: bool)
     per_rank, right = rescaled(0.5), clean(of)
     own = changed(right, lambda record: {**per_rank(record), "amax": 2 * AMAX}, role="weight")
     mixed = run_of(*((right if rank % 2 else own).traces[rank] for rank in range(of.world_size)))
-    (finding,) = [finding for finding in check(of, mixed) if finding.rule == DIFFERENT.name]
+    (finding,) = [finding for finding in check(of, mixed) if finding.rule == scales.DIFFERENT.name]
     assert finding.step == 1
 
 
 def test_data_parallel_ranks_do_not_share_all_scales() -> None:
     run = clean(case(dp_shard=2))
-    assert SHARED.name in rules(check(case(dp_shard=2), run))
+    assert scales.SHARED.name in rules(check(case(dp_shard=2), run))
     one_differs = changed(run, rescaled(0.5), rank=1, role="input", where=lambda record: record.index == 0)
-    assert SHARED.name not in rules(check(case(dp_shard=2), one_differs))
+    assert scales.SHARED.name not in rules(check(case(dp_shard=2), one_differs))
 
 
 def test_local_missing_and_extra_casts_are_found() -> None:
     wrong = changed(clean(case(tp=2)), {"mesh_axes": (), "placements": ()}, role="input")
-    assert LOCAL.name in rules(check(case(tp=2), wrong))
+    assert scales.LOCAL.name in rules(check(case(tp=2), wrong))
     mine = operands(case(), 0)
     for casts in (mine.casts[:-1], (*mine.casts, mine.casts[-1]), ()):
         findings = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=casts, matmuls=()))))
-        assert RULES.number.name in rules(findings)
+        assert scales.RULES.number.name in rules(findings)
     findings = check(case("bf16"), run_of(make_trace(case("bf16"), operands=mine)))
-    assert RULES.number.name in rules(findings)
+    assert scales.RULES.number.name in rules(findings)
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"a_scale": make_scale(1.0)}, MATMUL_SCALE),
-        ({"b_scale": make_scale(1.0)}, MATMUL_SCALE),
-        ({"a_digest": "x"}, MATMUL_DATA),
-        ({"b_digest": "x"}, MATMUL_DATA),
-        ({"fqn": "?"}, NO_CAST),
+        ({"a_scale": make_scale(1.0)}, scales.MATMUL_SCALE),
+        ({"b_scale": make_scale(1.0)}, scales.MATMUL_SCALE),
+        ({"a_digest": "x"}, scales.MATMUL_DATA),
+        ({"b_digest": "x"}, scales.MATMUL_DATA),
+        ({"fqn": "?"}, scales.NO_CAST),
     ],
 )
 def test_matmuls_use_what_was_cast(change: Change, rule: Rule) -> None:
@@ -381,7 +359,7 @@ def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
     run = changed(clean(of), zeros, role="weight")
     assert check(of, run) == []
     run = changed(clean(case()), {**zeros, "scale": make_scale(448e12)}, role="weight")
-    assert RULES.amax.name not in rules(check(case(), run))
+    assert scales.RULES.amax.name not in rules(check(case(), run))
 
 
 SHARP = make_case(tp=2, recipe="tensorwise", dtype="float64", steps=2)
@@ -401,11 +379,11 @@ def of_ranks(*ranks: tuple[CastRecord, ...]) -> Run:
     return run_of(*(make_trace(SHARP, rank, operands=operand_trace) for rank, operand_trace in enumerate(operands)))
 
 
-SOLO = with_cast_shares(of_ranks(casts()))
+SOLO = scales.with_cast_shares(of_ranks(casts()))
 
 
 def underflow(run: Run, case: Case = SHARP, solo: Run | None = SOLO) -> list[Finding]:
-    return check_underflow(case, run, make_witnesses(case, solo=solo))
+    return scales.check_underflow(case, run, make_witnesses(case, solo=solo))
 
 
 def test_shards_lose_together_what_one_rank_loses() -> None:
@@ -417,49 +395,53 @@ def test_shards_lose_together_what_one_rank_loses() -> None:
 
 @pytest.mark.parametrize(
     ("case", "step", "is_found"),
-    [(ROUND, MEASURED_STEPS, True), (ROUND, MEASURED_STEPS + 1, False), (SHARP, MEASURED_STEPS + 1, True)],
+    [
+        (ROUND, scales.MEASURED_STEPS, True),
+        (ROUND, scales.MEASURED_STEPS + 1, False),
+        (SHARP, scales.MEASURED_STEPS + 1, True),
+    ],
 )
 def test_a_limit_of_rounding_holds_for_the_steps_that_it_was_measured_over(
     case: Case, step: int, is_found: bool
 ) -> None:
-    long = replace(case, train=replace(case.train, steps=MEASURED_STEPS + 1))
-    steps = range(1, MEASURED_STEPS + 2)
+    long = replace(case, train=replace(case.train, steps=scales.MEASURED_STEPS + 1))
+    steps = range(1, scales.MEASURED_STEPS + 2)
     alike = tuple(make_cast(index=number, step=number, flushed=8, elements=1000) for number in steps)
     lost = tuple(replace(cast, flushed=100) if cast.step == step else cast for cast in alike)
-    assert bool(underflow(of_ranks(lost), long, with_cast_shares(of_ranks(alike)))) is is_found
+    assert bool(underflow(of_ranks(lost), long, scales.with_cast_shares(of_ranks(alike)))) is is_found
 
 
 def test_the_shares_of_a_solo_witness_take_the_place_of_its_operands() -> None:
     (trace,) = SOLO.traces
     assert trace.operands is None and trace.cast_shares is not None
     assert [(share.step, share.elements, share.flushed) for share in trace.cast_shares] == [(1, 1000, 8), (2, 1000, 8)]
-    assert cast_shares(run_of(make_trace(SHARP)).traces) == ()
+    assert scales.cast_shares(run_of(make_trace(SHARP)).traces) == ()
 
 
-@pytest.mark.parametrize(("name", "rule"), [("flushed", FLUSHED), ("saturated", SATURATED)])
+@pytest.mark.parametrize(("name", "rule"), [("flushed", scales.FLUSHED), ("saturated", scales.SATURATED)])
 def test_another_share_is_a_finding_that_names_operand_step_and_both_shares(name: str, rule: Any) -> None:
     first, second = casts()
     (finding,) = underflow(of_ranks((first, replace(second, **{name: getattr(second, name) + 2}))))
     assert (finding.rule, finding.step, finding.module, finding.operand) == (rule.name, 2, first.fqn, "input")
-    assert finding.values["distance"] == pytest.approx(0.002) and finding.values["allowed"] == EXACT
+    assert finding.values["distance"] == pytest.approx(0.002) and finding.values["allowed"] == scales.EXACT
     assert (finding.values["count"], finding.values["compared"]) == (1, 2)
 
 
 def test_rounding_moves_values_over_the_edge_of_a_flush_only_where_there_is_any() -> None:
-    slightly, more = (of_ranks(casts(flushed=8 + int(ROUNDED * 1000) + extra)) for extra in (0, 2))
-    assert [finding.rule for finding in underflow(slightly)] == [FLUSHED.name]
+    slightly, more = (of_ranks(casts(flushed=8 + int(scales.ROUNDED * 1000) + extra)) for extra in (0, 2))
+    assert [finding.rule for finding in underflow(slightly)] == [scales.FLUSHED.name]
     assert underflow(slightly, ROUND) == []
-    assert [finding.rule for finding in underflow(more, ROUND)] == [FLUSHED.name]
+    assert [finding.rule for finding in underflow(more, ROUND)] == [scales.FLUSHED.name]
     hsdp = make_case(dp_replicate=2, dp_shard=2, recipe="tensorwise", dtype="bfloat16")
-    assert [finding.rule for finding in underflow(slightly, hsdp)] == [FLUSHED.name]
+    assert [finding.rule for finding in underflow(slightly, hsdp)] == [scales.FLUSHED.name]
 
 
 def test_it_says_what_it_lacks_and_bf16_casts_nothing() -> None:
     run = of_ranks(casts(), casts())
-    other = with_cast_shares(of_ranks(casts(fqn="elsewhere")))
+    other = scales.with_cast_shares(of_ranks(casts(fqn="elsewhere")))
     for findings, rule in (
-        (underflow(run, solo=None), NO_REFERENCE),
-        (underflow(run, solo=other), NOTHING_COMPARED),
+        (underflow(run, solo=None), scales.NO_REFERENCE),
+        (underflow(run, solo=other), scales.NOTHING_COMPARED),
     ):
         assert [(finding.rule, finding.judged) for finding in findings] == [(rule.name, False)]
     assert "underflow" in not_judged(make_case(recipe="bf16")) and "underflow" not in not_judged(SHARP)
