@@ -63,7 +63,7 @@ ROUNDING = Limit("operands.rounding")
 
 AnyKey = CastKey | MatmulKey
 Key = TypeVar("Key", CastKey, MatmulKey)
-Difference = tuple[str, str, str]  # (value, expected, found)
+Unequal = tuple[str, str, str, str]  # (value, operand, expected, found)
 
 
 class _Place(NamedTuple):
@@ -231,7 +231,7 @@ class _Comparison:
         for rank, counts in self._counts.items():
             for occurrence in range(counts[key]):
                 at = self._replayed(key, occurrence, counts[key], dp_rank(self._case.layout, rank))
-                wrong = wrong or any(self._matmul(rank, key, self._matmuls[rank][key, occurrence], at, 0.0))
+                wrong = wrong or any(self._matmul(key, self._matmuls[rank][key, occurrence], at, 0.0))
                 compared.add(at)
         if wrong or not compared or len(compared) != self._witness_counts[key]:
             return finding
@@ -271,21 +271,24 @@ class _Comparison:
         def at(key: Key, occurrence: int) -> int:
             return self._replayed(_in_witness(key), occurrence, counts[key], replay)
 
-        in_order: list[tuple[int, AnyKey, int, Iterator[Mismatch]]] = [
+        in_order: list[tuple[int, AnyKey, int, Iterator[Unequal]]] = [
             (cast.index, key, occurrence, self._cast(rank, key, occurrence, at(key, occurrence), least))
             for (key, occurrence), cast in self._casts[rank].items()
+            if key.phase != "all_gather"
         ]
         in_order += [
-            (matmul.index, key, occurrence, self._matmul(rank, key, matmul, at(key, occurrence), least))
+            (matmul.index, key, occurrence, self._matmul(key, matmul, at(key, occurrence), least))
             for (key, occurrence), matmul in self._matmuls[rank].items()
         ]
         in_order += [
-            (matmul.index, key, 0, iter([_mismatch(key, matmul.index, rank, "", f"matmul {key.gemm}", *missing)]))
+            (matmul.index, key, 0, iter([("", f"matmul {key.gemm}", *missing)]))
             for (key, occurrence), matmul in self._witness_matmuls.items()
             if occurrence == 0 and key not in counts and holds(self._case, rank, key.fqn)
         ]
-        for _, key, occurrence, mismatches in sorted(in_order, key=lambda item: item[0]):
-            for wrong in mismatches:
+        for order, key, occurrence, unequal in sorted(in_order, key=lambda item: item[0]):
+            for number, operand, expected, found in unequal:
+                values = (("number", number), ("what", f"{number} of {operand}" if number else operand))
+                wrong = Mismatch(key.step, order, rank, key.fqn, OPERAND, expected, found, operand, values)
                 yield _Place(wrong, key, occurrence, self._microbatch(rank, key, occurrence))
 
     def _microbatch(self, rank: int, key: AnyKey, occurrence: int) -> int:
@@ -305,19 +308,31 @@ class _Comparison:
         turn = (slice_ * microbatches + microbatch) * self._case.layout.cp + piece
         return turn * of_witness + within
 
-    def _cast(self, rank: int, key: CastKey, occurrence: int, at: int, least: float) -> Iterator[Mismatch]:
+    def _cast(self, rank: int, key: CastKey, occurrence: int, at: int, least: float) -> Iterator[Unequal]:
         found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((_in_witness(key), at))
-        if key.phase == "all_gather":
-            return
         operand = f"{key.role} in {key.phase}"
-        if expected is not None and found.target_dtype != expected.target_dtype:
-            yield _mismatch(key, found.index, rank, "dtype", operand, expected.target_dtype, found.target_dtype)
         if expected is None:
             if self._case.float8.tp_styles == "plain":
-                yield _mismatch(key, found.index, rank, "", operand, "no such cast", "a cast")
+                yield "", operand, "no such cast", "a cast"
             return
-        for name, right, wrong in self._differences(found, expected, self._shards(rank, (key, occurrence)), least):
-            yield _mismatch(key, found.index, rank, name, operand, right, wrong)
+        if found.target_dtype != expected.target_dtype:
+            yield "dtype", operand, expected.target_dtype, found.target_dtype
+        shards, factor = self._shards(rank, (key, occurrence)), self._factor_of(found.role)
+        tolerance = self._tolerance(found.role, found.step)
+        allowed = max(tolerance, least)
+        if found.phase != "gathered":
+            amax = largest(shard.amax for shard in shards)
+            if not _near(amax, factor * expected.amax, allowed):
+                yield "amax", operand, f"{factor * expected.amax!r}{_give(tolerance)}", f"{amax!r}"
+        if factor != 1:
+            return  # scales and data follow from it: from another number, they are rounded to others
+        if scaled_dim(found) is not None:
+            exponent = Limit("operands.exponent") if tolerance > ROUNDING else 0.0
+            yield from _exponents(found, expected, shards, operand, exponent)
+        elif not _near(found.scale.maximum, expected.scale.maximum, allowed):
+            yield "scale", operand, f"{expected.scale}{_give(tolerance)}", str(found.scale)
+        if self._same_data(found) and found.data_digest != expected.data_digest:
+            yield "float8 data", operand, expected.data_digest, found.data_digest
 
     def _sums_in_order(self, step: int) -> bool:
         """Return True when the layout sums in the order of one rank, so that every bit is equal."""
@@ -336,24 +351,6 @@ class _Comparison:
         first = step == 1 and self._case.train.dtype == "float32" and not self._scales_per_tp_rank
         return (FIRST_STEP_TOLERANCES if first else TOLERANCES)[role]
 
-    def _differences(
-        self, found: CastRecord, expected: CastRecord, shards: list[CastRecord], least: float
-    ) -> Iterator[Difference]:
-        tolerance, factor = self._tolerance(found.role, found.step), self._factor_of(found.role)
-        allowed = max(tolerance, least)
-        if found.phase != "gathered":
-            amax = largest(shard.amax for shard in shards)
-            if not _near(amax, factor * expected.amax, allowed):
-                yield "amax", f"{factor * expected.amax!r}{_give(tolerance)}", f"{amax!r}"
-        if factor != 1:
-            return  # scales and data follow from it: from another number, they are rounded to others
-        if scaled_dim(found) is None and not _near(found.scale.maximum, expected.scale.maximum, allowed):
-            yield "scale", f"{expected.scale}{_give(tolerance)}", str(found.scale)
-        if scaled_dim(found) is not None:
-            yield from _exponents(found, expected, shards, Limit("operands.exponent") if tolerance > ROUNDING else 0.0)
-        if self._same_data(found) and found.data_digest != expected.data_digest:
-            yield "float8 data", expected.data_digest, found.data_digest
-
     def _factor_of(self, role: str) -> float:
         return self._factor if role == "grad_output" else 1.0
 
@@ -363,18 +360,19 @@ class _Comparison:
         others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
         return list(on_ranks(self._casts, others, key).values())
 
-    def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int, least: float) -> Iterator[Mismatch]:
+    def _matmul(self, key: MatmulKey, found: MatmulRecord, at: int, least: float) -> Iterator[Unequal]:
         expected = self._witness_matmuls.get((_in_witness(key), at))
         if expected is None:
-            yield _mismatch(key, found.index, rank, "", f"matmul {key.gemm}", "no such matmul", "a matmul")
+            yield "", f"matmul {key.gemm}", "no such matmul", "a matmul"
             return
         for side, role in zip("ab", GEMM_OPERANDS[key.gemm], strict=True):
+            operand = f"{role} of matmul {key.gemm}"
             dtypes = (expected.a_dtype, found.a_dtype) if side == "a" else (expected.b_dtype, found.b_dtype)
             if dtypes[0] != dtypes[1]:
-                yield _mismatch(key, found.index, rank, "dtype", f"{role} of matmul {key.gemm}", *dtypes)
+                yield "dtype", operand, *dtypes
             values = self._operand(side, role, found, expected, least) if self._factor_of(role) == 1 else None
             if values:
-                yield _mismatch(key, found.index, rank, "", f"{role} of matmul {key.gemm}", *values)
+                yield "", operand, *values
 
     def _operand(
         self, side: str, role: str, found: MatmulRecord, expected: MatmulRecord, least: float
@@ -414,13 +412,6 @@ def _give(tolerance: float) -> str:
     return f" ± {tolerance:g} of it" if tolerance else ""
 
 
-def _mismatch(  # noqa: PLR0913, PLR0917  what differs, where, and from what
-    key: CastKey | MatmulKey, order: int, rank: int, number: str, operand: str, expected: str, found: str
-) -> Mismatch:
-    values = (("number", number), ("what", f"{number} of {operand}" if number else operand))
-    return Mismatch(key.step, order, rank, key.fqn, OPERAND, expected, found, operand, values)
-
-
 def _in_witness(key: Key) -> Key:
     """Return where the reference, which evaluates and recomputes nothing, does it: in forward of the same batch."""
     if isinstance(key, CastKey):
@@ -429,15 +420,15 @@ def _in_witness(key: Key) -> Key:
 
 
 def _exponents(
-    found: CastRecord, expected: CastRecord, shards: list[CastRecord], tolerance: float
-) -> Iterator[Difference]:
+    found: CastRecord, expected: CastRecord, shards: list[CastRecord], operand: str, tolerance: float
+) -> Iterator[Unequal]:
     """Row scales by their mean exponent over all rows: those of this rank, or of all ranks where rows are sharded."""
     sharded = found.placements[-1:] not in ((f"Shard({scaled_dim(found)})",), ("Replicate()",), ())
     wrong = _mean_exponent([shard.scale for shard in shards] if sharded else [found.scale])
     right = _mean_exponent([expected.scale])
     rounding = Limit("operands.mean_exponent")
     if not (same_number(wrong, right) or abs(wrong - right) <= max(tolerance, rounding)):
-        yield "mean exponent of the scales", f"{right:.4f} ± {tolerance:g}", f"{wrong:.4f}"
+        yield "mean exponent of the scales", operand, f"{right:.4f} ± {tolerance:g}", f"{wrong:.4f}"
 
 
 def _mean_exponent(scales: list[ScaleSummary]) -> float:
