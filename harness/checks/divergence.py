@@ -201,8 +201,8 @@ class _Comparison:
         same_order = self._sharp or self._sums_in_order(wrong.step)
         if not (starts and forward and same_order and holds(self._case, rank, OUTPUT_FQN) and isinstance(key, CastKey)):
             return None
-        place, replay = (key, first.occurrence), dp_rank(self._case.layout, rank)
-        expected = self._witness_casts.get((key, self._replayed(*place, self._counts[rank][key], replay)))
+        place = (key, first.occurrence)
+        expected = self._witness_casts.get(self._replayed(rank, *place))
         times, same = 0.0, False
         if expected is not None and expected.amax > 0:
             times = largest(shard.amax for shard in self._shards(rank, place)) / expected.amax
@@ -230,9 +230,8 @@ class _Comparison:
         compared, wrong = set[int](), False
         for rank, counts in self._counts.items():
             for occurrence in range(counts[key]):
-                at = self._replayed(key, occurrence, counts[key], dp_rank(self._case.layout, rank))
-                wrong = wrong or any(self._matmul(key, self._matmuls[rank][key, occurrence], at, 0.0))
-                compared.add(at)
+                wrong = wrong or any(self._matmul(rank, key, occurrence, 0.0))
+                compared.add(self._replayed(rank, key, occurrence)[1])
         if wrong or not compared or len(compared) != self._witness_counts[key]:
             return finding
         which = counted(len(compared), "weight-gradient matmul has", "weight-gradient matmuls have")
@@ -264,26 +263,20 @@ class _Comparison:
         return [first for first in firsts if first is not None]
 
     def _of(self, trace: RankTrace, least: float) -> Iterator[_Place]:
-        rank, counts = trace.rank, self._counts[trace.rank]
-        replay = dp_rank(self._case.layout, rank)
-        missing = ("a scaled matmul", "none: was the linear converted?")
-
-        def at(key: Key, occurrence: int) -> int:
-            return self._replayed(_in_witness(key), occurrence, counts[key], replay)
-
+        rank, missing = trace.rank, ("a scaled matmul", "none: was the linear converted?")
         in_order: list[tuple[int, AnyKey, int, Iterator[Unequal]]] = [
-            (cast.index, key, occurrence, self._cast(rank, key, occurrence, at(key, occurrence), least))
+            (cast.index, key, occurrence, self._cast(rank, key, occurrence, least))
             for (key, occurrence), cast in self._casts[rank].items()
             if key.phase != "all_gather"
         ]
         in_order += [
-            (matmul.index, key, occurrence, self._matmul(key, matmul, at(key, occurrence), least))
+            (matmul.index, key, occurrence, self._matmul(rank, key, occurrence, least))
             for (key, occurrence), matmul in self._matmuls[rank].items()
         ]
         in_order += [
             (matmul.index, key, 0, iter([("", f"matmul {key.gemm}", *missing)]))
             for (key, occurrence), matmul in self._witness_matmuls.items()
-            if occurrence == 0 and key not in counts and holds(self._case, rank, key.fqn)
+            if occurrence == 0 and key not in self._counts[rank] and holds(self._case, rank, key.fqn)
         ]
         for order, key, occurrence, unequal in sorted(in_order, key=lambda item: item[0]):
             for number, operand, expected, found in unequal:
@@ -296,8 +289,9 @@ class _Comparison:
         microbatches = self._case.train.accumulation
         return min(occurrence // max(1, self._counts[rank][key] // microbatches), microbatches - 1)
 
-    def _replayed(self, key: AnyKey, occurrence: int, count: int, replay: int) -> int:
-        """Return the occurrence in the reference of this one of `count` on the data-parallel rank `replay`."""
+    def _replayed(self, rank: int, key: Key, occurrence: int) -> tuple[Key, int]:
+        """Return what the reference does where this rank does this: the key and its occurrence there."""
+        count, replay, key = self._counts[rank][key], dp_rank(self._case.layout, rank), _in_witness(key)
         if isinstance(key, CastKey) and key.phase == "gathered" and self._case.train.evaluate:
             occurrence = max(0, occurrence - 1)  # evaluation reads it first
         microbatches = self._case.train.accumulation
@@ -306,10 +300,11 @@ class _Comparison:
         within = min(within, max(0, of_witness - 1))  # checkpointing gathers a weight once more
         slice_, piece = divmod(replay, self._case.layout.cp)  # pieces of a microbatch are computed one after the other
         turn = (slice_ * microbatches + microbatch) * self._case.layout.cp + piece
-        return turn * of_witness + within
+        return key, turn * of_witness + within
 
-    def _cast(self, rank: int, key: CastKey, occurrence: int, at: int, least: float) -> Iterator[Unequal]:
-        found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((_in_witness(key), at))
+    def _cast(self, rank: int, key: CastKey, occurrence: int, least: float) -> Iterator[Unequal]:
+        found = self._casts[rank][key, occurrence]
+        expected = self._witness_casts.get(self._replayed(rank, key, occurrence))
         operand = f"{key.role} in {key.phase}"
         if expected is None:
             if self._case.float8.tp_styles == "plain":
@@ -360,8 +355,9 @@ class _Comparison:
         others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
         return list(on_ranks(self._casts, others, key).values())
 
-    def _matmul(self, key: MatmulKey, found: MatmulRecord, at: int, least: float) -> Iterator[Unequal]:
-        expected = self._witness_matmuls.get((_in_witness(key), at))
+    def _matmul(self, rank: int, key: MatmulKey, occurrence: int, least: float) -> Iterator[Unequal]:
+        found = self._matmuls[rank][key, occurrence]
+        expected = self._witness_matmuls.get(self._replayed(rank, key, occurrence))
         if expected is None:
             yield "", f"matmul {key.gemm}", "no such matmul", "a matmul"
             return
