@@ -105,8 +105,7 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
     rank = of.world_size - 1
     later = changed(run, 0, step=2, fqn=FQNS[0], data_digest="y")
     both = changed(later, rank, step=1, fqn=FQNS[1], data_digest="x")
-    finding = first_divergence(of, both, witness)
-    assert finding is not None
+    (finding,) = with_operands((), of, both, witness)
     assert (finding.step, finding.rank, finding.module) == (1, rank, FQNS[1])
     assert (finding.rule, finding.found, finding.operand) == (OPERAND.name, "x", "input in forward")
     assert finding.values["number"] == "float8 data"
@@ -160,8 +159,7 @@ def test_of_bits_that_are_promised_the_one_above_a_rounding_is_named_and_no_tole
     of = case(Layout(dp_shard=2), dtype="float32")
     run, witness = runs(of)
     near = changed(run, 0, step=1, fqn=FQNS[0], amax=1 + 1e-7)
-    finding = first_divergence(of, changed(near, 0, step=2, fqn=FQNS[1], **far), witness)
-    assert finding is not None
+    (finding,) = with_operands((), of, changed(near, 0, step=2, fqn=FQNS[1], **far), witness)
     assert (finding.module, finding.step) == ((FQNS[1], 2) if far else (FQNS[0], 1))
     assert "±" not in (finding.expected or "")
 
@@ -172,16 +170,16 @@ def test_nan_in_one_part_diverges_and_in_both_runs_it_does_not(rank: int) -> Non
     run, witness = runs(of, ("Shard(0)",))
     nan = {"step": 2, "fqn": FQNS[0], "amax": math.nan, "scale": make_scale(math.nan, digest="nan")}
     here, there = changed(run, rank, **nan), changed(witness, 0, **nan)
-    finding = first_divergence(of, here, witness)
-    assert finding is not None and (finding.step, finding.found) == (2, "nan")
+    (finding,) = with_operands((), of, here, witness)
+    assert (finding.step, finding.found) == (2, "nan")
     assert first_divergence(of, changed(here, 1 - rank, **nan), there) is None
 
 
 def test_infinity_in_the_witness_diverges_and_a_part_without_the_largest_magnitude_does_not() -> None:
     of = case(Layout(tp=2), dtype="float64")
     run, witness = runs(of, ("Shard(0)",))
-    finding = first_divergence(of, run, changed(witness, 0, step=2, fqn=FQNS[0], amax=math.inf))
-    assert finding is not None and finding.step == 2
+    (finding,) = with_operands((), of, run, changed(witness, 0, step=2, fqn=FQNS[0], amax=math.inf))
+    assert finding.step == 2
     assert first_divergence(of, changed(run, 1, step=1, fqn=FQNS[0], amax=0.5), witness) is None
 
 
@@ -197,11 +195,11 @@ def test_operands_that_one_side_lacks() -> None:
     of = case(Layout())
     run, witness = runs(of)
     empty = run_of(make_trace(operands=OperandTrace(casts=(), matmuls=())))
-    finding = first_divergence(of, empty, witness)
-    assert finding is not None and (finding.step, finding.module) == (1, FQNS[0])
+    (finding,) = with_operands((), of, empty, witness)
+    assert (finding.step, finding.module) == (1, FQNS[0])
     assert "was the linear converted" in (finding.found or "")
-    finding = first_divergence(of, run, empty)
-    assert finding is not None and (finding.step, finding.module, finding.found) == (1, FQNS[0], "a cast")
+    (finding,) = with_operands((), of, run, empty)
+    assert (finding.step, finding.module, finding.found) == (1, FQNS[0], "a cast")
 
 
 def test_rows_are_compared_by_their_mean_exponent() -> None:
@@ -268,8 +266,8 @@ def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_
         witness = with_matmuls(witness, n=of.model.padded_vocab_size)
     for rank in ranks:
         run = with_step(starts_otherwise(run, rank), rank, 1, loss=loss)
-    first = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
-    assert first is not None and (first.rule, first.step) == (rule.name, 1)
+    (first,) = with_operands((), of, run, with_step(witness, 0, 1, loss=8.0))
+    assert (first.rule, first.step) == (rule.name, 1)
     if rule is LOSS:
         assert (first.values["last"], first.values["compared"]) == (FQNS[1], 2)
         assert (first.module == "loss") is logits and first.ranks == (ranks if len(ranks) == 1 else ())
@@ -279,8 +277,8 @@ def test_the_loss_is_not_blamed_where_no_matmul_of_forward_was_compared() -> Non
     of = case(Layout(dp_shard=2), dtype="float64")
     run, witness = (without_matmuls(with_backward(side)) for side in runs(of))
     run = with_step(starts_otherwise(run, 1), 1, 1, loss=8.5)
-    first = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
-    assert first is not None and first.rule == OPERAND.name
+    (first,) = with_operands((), of, run, with_step(witness, 0, 1, loss=8.0))
+    assert first.rule == OPERAND.name
 
 
 @pytest.mark.parametrize(
@@ -311,8 +309,8 @@ def test_a_gradient_of_equal_operands_says_what_is_left_only_where_they_were_com
 def test_a_matmul_that_reads_its_operand_as_another_dtype_is_named() -> None:
     of = case(Layout(dp_shard=2))
     run, witness = runs(of)
-    finding = first_divergence(of, with_matmuls(run, a_dtype="float8_e5m2"), witness)
-    assert finding is not None and finding.module == FQNS[0]
+    (finding,) = with_operands((), of, with_matmuls(run, a_dtype="float8_e5m2"), witness)
+    assert finding.module == FQNS[0]
     assert (finding.values["number"], finding.operand, finding.found) == (
         "dtype",
         "input of matmul forward",
@@ -327,13 +325,13 @@ def test_attention_is_named_where_the_linears_before_match(layout: Layout, share
     run, witness = runs(of)
     if not compared:
         run, witness = without_matmuls(run), without_matmuls(witness)
-    finding = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[1], data_digest="x"), witness)
-    assert finding is not None and bool(finding.notes) is compared
+    (finding,) = with_operands((), of, changed(run, 0, step=1, fqn=FQNS[1], data_digest="x"), witness)
+    assert bool(finding.notes) is compared
     if compared:
         assert finding.notes[0].startswith("wq: 1 matmul agrees; between them and wk are RoPE")
         assert ("what ranks 0-1 send each other" in finding.notes[0]) is shared
-    first = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[0], data_digest="x"), witness)
-    assert first is not None and first.notes == ()
+    (first,) = with_operands((), of, changed(run, 0, step=1, fqn=FQNS[0], data_digest="x"), witness)
+    assert first.notes == ()
 
 
 def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_and_sender() -> None:
@@ -348,11 +346,11 @@ def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_an
         return replace(one, data_digest="x") if one.data_digest == f"{one.fqn} 1" else one
 
     later = with_casts(run, second, rank=1)
-    finding = first_divergence(of, later, witness)
-    assert finding is not None and (finding.rank, finding.values["microbatch"]) == (1, 2)
+    (finding,) = with_operands((), of, later, witness)
+    assert (finding.rank, finding.values["microbatch"]) == (1, 2)
     assert finding.notes[0] == "it comes from stage 0 on rank 0, where 1 forward matmul agrees"
-    both = first_divergence(of, with_casts(later, second, rank=0), witness)
-    assert both is not None and (both.rank, both.notes) == (0, ())
+    (both,) = with_operands((), of, with_casts(later, second, rank=0), witness)
+    assert (both.rank, both.notes) == (0, ())
 
 
 def of_stage(rank: int, fqns: tuple[str, ...], first: int) -> RankTrace:

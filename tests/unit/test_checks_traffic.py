@@ -5,25 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks import traffic
 from harness.checks.check import Rule, Witnesses
-from harness.checks.traffic import (
-    AMAX_ELSEWHERE,
-    AMAX_MISSING,
-    GATHERS,
-    HIGH_PRECISION,
-    INSTEAD,
-    NOT_PRECOMPUTED,
-    NOT_SUMMED,
-    REDUCE_DTYPE,
-    SCATTERED,
-    UNKNOWN_RANKS,
-    VOLUME,
-    CollectiveKey,
-    Limits,
-    check_traffic,
-    count_limits,
-    expected_traffic,
-)
+from harness.checks.traffic import CollectiveKey, Limits, check_traffic, count_limits, expected_traffic
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
 from harness.matrix.axes import axis_values, case_from_axes
@@ -102,31 +86,31 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
         for record in without(GATHERED, CollectiveKey("dp_shard", "all_gather", "", "uint8"))
     )
     first, *rest = check(GATHERED, wrong, wrong)
-    assert (first.rule, first.ranks) == (HIGH_PRECISION.name, (0, 1))
+    assert (first.rule, first.ranks) == (traffic.HIGH_PRECISION.name, (0, 1))
     assert (first.step, first.expected, first.found) == (1, "at most 0.51 of the bytes of bfloat16", "2.00")
-    assert [finding.rule for finding in rest] == [VOLUME.name] * 2
+    assert [finding.rule for finding in rest] == [traffic.VOLUME.name] * 2
 
 
 @pytest.mark.parametrize(("asked", "done", "word"), [("reshard.never-", "", "often"), ("", "reshard.never-", "seldom")])
 def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_words(asked, done, word) -> None:
     case, other = (parse_case_id(f"fsdp2-{option}tensorwise-ag.fp8-v2048-s3-f32") for option in (asked, done))
     first, *rest = check(case, traffic_of(other), traffic_of(other))
-    assert (first.rule, first.ranks) == (GATHERS.name, (0, 1))
+    assert (first.rule, first.ranks) == (traffic.GATHERS.name, (0, 1))
     assert dict(first.values) == {"often": word, "axis": "dp_shard"}
-    assert not {AMAX_MISSING.name, HIGH_PRECISION.name} & rules(rest)
+    assert not {traffic.AMAX_MISSING.name, traffic.HIGH_PRECISION.name} & rules(rest)
 
 
 def test_amax_reductions_that_are_missing_or_over_the_wrong_ranks_are_told_in_plain_words() -> None:
     wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
     first, second = check(TP, wrong, wrong)
-    assert (first.rule, second.rule) == (AMAX_MISSING.name, VOLUME.name)
+    assert (first.rule, second.rule) == (traffic.AMAX_MISSING.name, traffic.VOLUME.name)
     assert dict(first.values) == {"axis": "tp", "missing": 56}
     assert (first.expected, first.found) == ("57 reductions by max along tp", "1")
     assert "amax of weight of layers.0.attention.wq" in second.message
     key = CollectiveKey("dp_shard", "all_reduce", "max", "float32")
     wrong = changed(HSDP, key, axis="world")
     first, *_ = check(HSDP, *[wrong] * 4)
-    assert (first.rule, first.values["axis"], first.ranks) == (AMAX_ELSEWHERE.name, "dp_shard", (0, 1, 2, 3))
+    assert (first.rule, first.values["axis"], first.ranks) == (traffic.AMAX_ELSEWHERE.name, "dp_shard", (0, 1, 2, 3))
     assert first.found == "0 along dp_shard, 28 too many along world"
 
 
@@ -136,21 +120,25 @@ REDUCED = CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32")
 @pytest.mark.parametrize(
     ("changes", "rule", "said"),
     [
-        ({"dtype": "bfloat16"}, REDUCE_DTYPE, "bfloat16 instead of float32, by reduce_scatter (sum) along dp_shard"),
-        ({"axis": "dp_replicate"}, INSTEAD, "reduce_scatter (sum) in float32 along dp_replicate instead of reduce_"),
-        ({"kind": "all_reduce"}, INSTEAD, "all_reduce (sum) in float32 along dp_shard instead of reduce_scatter (sum)"),
-        ({"op": "avg"}, INSTEAD, "reduce_scatter (avg) in float32 along dp_shard instead of reduce_scatter (sum)"),
-        ({"op": "avg", "axis": "dp_replicate"}, VOLUME, "wrong number or size of reduce_scatter"),
+        ({"dtype": "bfloat16"}, "reduce-dtype", "bfloat16 instead of float32, by reduce_scatter (sum) along dp_shard"),
+        ({"axis": "dp_replicate"}, "instead", "reduce_scatter (sum) in float32 along dp_replicate instead of reduce_"),
+        (
+            {"kind": "all_reduce"},
+            "instead",
+            "all_reduce (sum) in float32 along dp_shard instead of reduce_scatter (sum)",
+        ),
+        ({"op": "avg"}, "instead", "reduce_scatter (avg) in float32 along dp_shard instead of reduce_scatter (sum)"),
+        ({"op": "avg", "axis": "dp_replicate"}, "volume", "wrong number or size of reduce_scatter"),
     ],
 )
-def test_what_is_sent_instead_is_paired_where_one_thing_differs(changes: dict[str, str], rule: Rule, said: str) -> None:
+def test_what_is_sent_instead_is_paired_where_one_thing_differs(changes: dict[str, str], rule: str, said: str) -> None:
     wrong = changed(HSDP, REDUCED, **changes)
     findings = check(HSDP, *[wrong] * 4)
-    assert [finding.rule for finding in findings] == [rule.name] * (2 if rule is VOLUME else 1)
+    assert [finding.rule for finding in findings] == [f"traffic/{rule}"] * (2 if rule == "volume" else 1)
     assert said in findings[0].message
-    assert rule is VOLUME or "gradients of tok_embeddings, layers.0, layers.1, 1 more" in findings[0].message
+    assert rule == "volume" or "gradients of tok_embeddings, layers.0, layers.1, 1 more" in findings[0].message
     fewer = changed(HSDP, REDUCED, **changes, sizes={7: 1})  # of other inputs: nothing is known to replace another
-    assert rules(check(HSDP, *[fewer] * 4)) == {VOLUME.name}
+    assert rules(check(HSDP, *[fewer] * 4)) == {traffic.VOLUME.name}
 
 
 def test_gradients_that_are_not_reduced_are_named_where_the_parameters_are_recorded() -> None:
@@ -196,7 +184,7 @@ def test_in_a_compiled_run_every_amax_has_the_size_of_one_that_is_expected(recip
     first, *others = right.sizes
     longer = {first + 3: right.sizes[first]} | {size: right.sizes[size] for size in others}
     wrong = changed(case, key, sizes=longer)
-    (finding,) = [finding for finding in check(case, wrong, wrong) if finding.rule == VOLUME.name]
+    (finding,) = [finding for finding in check(case, wrong, wrong) if finding.rule == traffic.VOLUME.name]
     assert f"{right.sizes[first]} of {first + 3}" in (finding.found or "") or "..." in (finding.found or "")
 
 
@@ -218,9 +206,7 @@ ANY_MODEL = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8-v2048-s1-f3
 SHARD = 64  # elements of the one weight on every rank
 
 
-def traffic(
-    axis: str, kind: str, elements: int, *, op: str = "", dtype: str = "float32", times: int = 1
-) -> TrafficRecord:
+def sent(axis: str, kind: str, elements: int, *, op: str = "", dtype: str = "float32", times: int = 1) -> TrafficRecord:
     nbytes = elements * times * (1 if dtype == "uint8" else 4)
     return make_sent(1, axis=axis, kind=kind, op=op, dtype=dtype, payload_bytes=nbytes, sizes={elements: times})
 
@@ -243,11 +229,11 @@ MODEL = ModelRecord(
     recomputed={},
 )
 GOOD = (
-    traffic("dp_shard", "reduce_scatter", 2 * SHARD, op="sum"),
-    traffic("dp_replicate", "all_reduce", SHARD, op="sum"),
-    traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=2),
-    traffic("tp", "all_reduce", 1, op="max", dtype="float64"),
-    traffic("world", "all_reduce", 1, op="sum"),
+    sent("dp_shard", "reduce_scatter", 2 * SHARD, op="sum"),
+    sent("dp_replicate", "all_reduce", SHARD, op="sum"),
+    sent("dp_shard", "all_gather", SHARD, dtype="uint8", times=2),
+    sent("tp", "all_reduce", 1, op="max", dtype="float64"),
+    sent("world", "all_reduce", 1, op="sum"),
 )
 
 
@@ -271,7 +257,7 @@ def with_record(index: int, **changes: object) -> Records:
 
 def test_what_must_be_sent_is_enough() -> None:
     assert check_rules() == []
-    assert check_rules((*GOOD, traffic("dp_shard+tp", "broadcast", 3))) == []
+    assert check_rules((*GOOD, sent("dp_shard+tp", "broadcast", 3))) == []
     often = with_record(2, payload_bytes=8 * SHARD)
     assert check_rules(often, casts=None) == [], "a compiled run does not say how often weights are gathered"
 
@@ -279,13 +265,13 @@ def test_what_must_be_sent_is_enough() -> None:
 @pytest.mark.parametrize(
     ("index", "changes", "rule", "values"),
     [
-        (0, {"sizes": {2 * SHARD - 1: 1}}, NOT_SUMMED, {"axis": "dp_shard"}),
-        (0, {"dtype": "bfloat16"}, REDUCE_DTYPE, {"dtypes": "bfloat16", "asked": "float32"}),
-        (1, {"sizes": {}}, NOT_SUMMED, {"axis": "dp_replicate"}),
-        (2, {"dtype": "float32", "payload_bytes": 8 * SHARD}, HIGH_PRECISION, {}),
-        (3, {"sizes": {}}, AMAX_MISSING, {"axis": "tp", "missing": 1}),
-        (3, {"sizes": {256: 1}}, AMAX_MISSING, {"axis": "tp", "missing": 1}),  # the largest logits of tokens
-        (4, {"axis": "ranks 0,3"}, UNKNOWN_RANKS, {}),
+        (0, {"sizes": {2 * SHARD - 1: 1}}, traffic.NOT_SUMMED, {"axis": "dp_shard"}),
+        (0, {"dtype": "bfloat16"}, traffic.REDUCE_DTYPE, {"dtypes": "bfloat16", "asked": "float32"}),
+        (1, {"sizes": {}}, traffic.NOT_SUMMED, {"axis": "dp_replicate"}),
+        (2, {"dtype": "float32", "payload_bytes": 8 * SHARD}, traffic.HIGH_PRECISION, {}),
+        (3, {"sizes": {}}, traffic.AMAX_MISSING, {"axis": "tp", "missing": 1}),
+        (3, {"sizes": {256: 1}}, traffic.AMAX_MISSING, {"axis": "tp", "missing": 1}),  # the largest logits of tokens
+        (4, {"axis": "ranks 0,3"}, traffic.UNKNOWN_RANKS, {}),
     ],
 )
 def test_what_is_wrong_for_any_model_is_found(
@@ -296,10 +282,10 @@ def test_what_is_wrong_for_any_model_is_found(
 
 
 def test_activations_that_are_scattered_without_sequence_parallelism_are_found() -> None:
-    records = (*GOOD, traffic("tp", "reduce_scatter", 64, op="sum"))
+    records = (*GOOD, sent("tp", "reduce_scatter", 64, op="sum"))
     assert check_rules(records) == []
     (finding,) = check_rules(records, case_from_axes(axis_values(ANY_MODEL) | {"sequence_parallel": False}))
-    assert (finding.rule, finding.found) == (SCATTERED.name, "1 call")
+    assert (finding.rule, finding.found) == (traffic.SCATTERED.name, "1 call")
 
 
 PRECOMPUTED_SCALES = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")
@@ -308,13 +294,13 @@ WEIGHTS = 4  # casts of weights before a gather, in each step
 
 def maxima(*in_steps: int) -> list[Finding]:
     """What is found of a run in which a rank reduces so many amaxes one by one in its steps."""
-    sent = (
+    records = (
         replace(record, step=step)
         for step, count in enumerate(in_steps, 1)
-        for record in (*GOOD, traffic("dp_shard", "all_reduce", 1, op="max", times=count))
+        for record in (*GOOD, sent("dp_shard", "all_reduce", 1, op="max", times=count))
     )
     casts = (replace(BEFORE_GATHER, step=step) for step in (1, 2) for _ in range(WEIGHTS))
-    return check_rules(tuple(sent), PRECOMPUTED_SCALES, tuple(casts))
+    return check_rules(tuple(records), PRECOMPUTED_SCALES, tuple(casts))
 
 
 @pytest.mark.parametrize("own", [0, 2])
@@ -322,7 +308,7 @@ def test_a_weight_that_reduces_an_amax_although_its_scale_is_precomputed_is_foun
     assert maxima(WEIGHTS + own, own) == [], "the target may reduce numbers by max too"
     assert maxima(own, own) == [], "scales may be precomputed before the first step"
     (finding,) = maxima(WEIGHTS + own, own + 1)
-    assert (finding.rule, finding.ranks) == (NOT_PRECOMPUTED.name, tuple(range(8)))
+    assert (finding.rule, finding.ranks) == (traffic.NOT_PRECOMPUTED.name, tuple(range(8)))
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True)
