@@ -176,9 +176,8 @@ def _not_as_asked(expect: Expectations, trace: RankTrace, recomputed: bool) -> I
     """Checkpointing of a model that is not known, of which it is only known whether the case asks for any."""
     asked = expect.case.checkpointing.mode != "none"
     if not expect.has_formulas and expect.converted_fqns and asked != recomputed:
-        rule = NOT_RECOMPUTED if asked else UNASKED
-        found = "a recomputation" if recomputed else "none"
-        yield Mismatch(1, 0, trace.rank, "the model", rule, "a recomputation" if asked else "none", found)
+        rule, words = NOT_RECOMPUTED if asked else UNASKED, ("none", "a recomputation")
+        yield Mismatch(1, 0, trace.rank, "the model", rule, words[asked], words[recomputed])
 
 
 _lifetime = Rules("lifetime", Stage.SCALES, located=True)

@@ -343,46 +343,44 @@ def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict
 
 
 def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace) -> Iterator[Finding]:
-    for step in range(1, expect.case.train.steps + 1):
-        found = recorded_traffic(trace, step)
-        for axis in sorted({key.axis for key in found if key.axis.startswith("ranks")}):
-            yield UNKNOWN_RANKS.finding(step=step, expected="the ranks of one or several mesh axes", found=axis)
-        yield from _scattered(expect, step, found)
-        yield from _gradients(expect, traces, trace, step, found)
-        yield from _gathered_bytes(expect, trace, step, found)
-        yield from _amax_of_shards(expect, trace, step, found)
-        yield from _not_precomputed(expect, trace, step, found)
+    for number in range(1, expect.case.train.steps + 1):
+        step = _Step(number, trace, {}, recorded_traffic(trace, number), {})
+        for axis in sorted({key.axis for key in step.found if key.axis.startswith("ranks")}):
+            yield UNKNOWN_RANKS.finding(step=number, expected="the ranks of one or several mesh axes", found=axis)
+        yield from _scattered(expect, step)
+        yield from _gradients(expect, traces, step)
+        yield from _gathered_bytes(expect, step)
+        yield from _amax_of_shards(expect, step)
+        yield from _not_precomputed(expect, step)
 
 
-def _scattered(expect: Expectations, step: int, found: Traffic) -> Iterator[Finding]:
+def _scattered(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """Without sequence parallelism, TP sums activations and their gradients on every rank; it scatters none."""
     layout = expect.case.layout
-    calls = _along(found, "tp", kind="reduce_scatter").times
+    calls = _along(step.found, "tp", kind="reduce_scatter").times
     if calls and layout.tp > 1 and not layout.sequence_parallel:
-        yield SCATTERED.finding(step=step, expected="no reduce_scatter along tp", found=counted(calls, "call"))
+        yield SCATTERED.finding(step=step.number, expected="no reduce_scatter along tp", found=counted(calls, "call"))
 
 
-def _gradients(
-    expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace, step: int, found: Traffic
-) -> Iterator[Finding]:
+def _gradients(expect: Expectations, traces: Mapping[int, RankTrace], step: _Step) -> Iterator[Finding]:
     """Yield every gradient is scattered over shards and summed over replicas, in one or several collectives."""
     layout = expect.case.layout
     for axis, kind in (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")):
-        ranks = peers(layout, trace.rank, ("dp_shard",)) if axis == "dp_shard" else (trace.rank,)
+        ranks = peers(layout, step.trace.rank, ("dp_shard",)) if axis == "dp_shard" else (step.trace.rank,)
         wanted = sum(
             parameter.local_elements
             for rank in ranks
             for parameter in _parameters(traces.get(rank))
             if parameter.trained and axis in parameter.axes
         )
-        elements = sum(size * times for size, times in _along(found, axis, kind=kind).sizes.items())
+        elements = sum(size * times for size, times in _along(step.found, axis, kind=kind).sizes.items())
         if elements < wanted:
             least = f"{kind} of at least {wanted} elements, as many as there are parameters"
-            yield NOT_SUMMED.finding(axis=axis, step=step, expected=least, found=f"{elements} elements")
+            yield NOT_SUMMED.finding(axis=axis, step=step.number, expected=least, found=f"{elements} elements")
     asked = expect.case.reduce_dtype
-    dtypes = {key.dtype for key in found if (key.axis, key.kind) == ("dp_shard", "reduce_scatter")}
+    dtypes = {key.dtype for key in step.found if (key.axis, key.kind) == ("dp_shard", "reduce_scatter")}
     if dtypes - {asked}:
-        kept = {parameter.dtype for parameter in _parameters(trace) if parameter.trained}
+        kept = {parameter.dtype for parameter in _parameters(step.trace) if parameter.trained}
         kept_wide = kept == {expect.case.wide_dtype}  # else their dtype is mended first
         fix = "set reduce_dtype=getattr(torch, case.reduce_dtype) in MixedPrecisionPolicy"
         # `case.train.reduce_dtype` says float32 in float64 too, and the case has no value for less than float64 there.
@@ -390,57 +388,57 @@ def _gradients(
         yield REDUCE_DTYPE.finding(
             dtypes=", ".join(sorted(dtypes - {asked})),
             asked=asked,
-            step=step,
+            step=step.number,
             expected=f"reduce_scatter in {asked}",
             found=", ".join(sorted(dtypes)),
             fix=f"{fix}{other}" if kept_wide else None,
         )
 
 
-def _gathered_bytes(expect: Expectations, trace: RankTrace, step: int, found: Traffic) -> Iterator[Finding]:
+def _gathered_bytes(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """Float8 all-gather sends one byte for every element of a converted weight, and not the two of bfloat16.
 
     Casts show how often weights are gathered; compiled runs do not record them.
     """
-    if not expect.case.gathers_float8 or expect.case.layout.dp_shard == 1 or trace.operands is None:
+    if not expect.case.gathers_float8 or expect.case.layout.dp_shard == 1 or step.trace.operands is None:
         return
     gathered = {f"{fqn}.weight" for fqn in expect.linears.gathered}
-    sharded = [parameter for parameter in _parameters(trace) if "dp_shard" in parameter.axes]
+    sharded = [parameter for parameter in _parameters(step.trace) if "dp_shard" in parameter.axes]
     narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in gathered)
     wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in gathered)
-    gathers = max(_casts_before_gathers(trace, step).values(), default=2)
-    sent = _along(found, "dp_shard", kind="all_gather").payload_bytes
+    gathers = max(_casts_before_gathers(step.trace, step.number).values(), default=2)
+    sent = _along(step.found, "dp_shard", kind="all_gather").payload_bytes
     most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
     if sent > most:
-        yield HIGH_PRECISION.finding(step=step, expected=f"at most {most:.0f} bytes", found=f"{sent} bytes")
+        yield HIGH_PRECISION.finding(step=step.number, expected=f"at most {most:.0f} bytes", found=f"{sent} bytes")
 
 
-def _amax_of_shards(expect: Expectations, trace: RankTrace, step: int, found: Traffic) -> Iterator[Finding]:
+def _amax_of_shards(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """As many reductions by max over TP ranks as casts of a tensor of which each of them holds a shard."""
-    casts = [cast for cast in _casts(trace, step) if cast.phase not in ("all_gather", "gathered")]
-    wanted, maxima = sum(_is_sharded(cast) for cast in casts), _along(found, "tp", op="max")
+    casts = [cast for cast in _casts(step.trace, step.number) if cast.phase not in ("all_gather", "gathered")]
+    wanted, maxima = sum(_is_sharded(cast) for cast in casts), _along(step.found, "tp", op="max")
     reductions = maxima.sizes.get(1, 0) if expect.case.float8.traits.one_scale_per_tensor else maxima.times
-    if reductions < wanted:
+    missing, found = wanted - reductions, str(reductions)
+    if missing > 0:
         least = f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard"
-        yield AMAX_MISSING.finding(
-            axis="tp", missing=wanted - reductions, step=step, expected=least, found=str(reductions)
-        )
+        yield AMAX_MISSING.finding(axis="tp", missing=missing, step=step.number, expected=least, found=found)
 
 
-def _not_precomputed(expect: Expectations, trace: RankTrace, step: int, found: Traffic) -> Iterator[Finding]:
+def _not_precomputed(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """With precomputed scales no weight reduces an amax of its own after step 1, whose gathers may come too early.
 
     What else is reduced by max, number by number, is in step 1 too. Casts are not recorded in compiled runs.
     """
-    if not (expect.case.gathers_float8 and expect.case.float8.precompute_scale) or trace.operands is None or step == 1:
+    precomputed = expect.case.gathers_float8 and expect.case.float8.precompute_scale
+    if not precomputed or step.trace.operands is None or step.number == 1:
         return
-    sides = (recorded_traffic(trace, 1), found)
+    sides = (recorded_traffic(step.trace, 1), step.found)
     first, later = (_along(traffic, "dp_shard", op="max").sizes.get(1, 0) for traffic in sides)
-    of_weights = _casts_before_gathers(trace, 1).total()
+    of_weights = _casts_before_gathers(step.trace, 1).total()
     allowed = first - of_weights if first >= of_weights else first
     if later > allowed:
         most = f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard"
-        yield NOT_PRECOMPUTED.finding(step=step, expected=most, found=str(later))
+        yield NOT_PRECOMPUTED.finding(step=step.number, expected=most, found=str(later))
 
 
 def _is_sharded(cast: CastRecord) -> bool:
