@@ -53,7 +53,7 @@ class Frame(NamedTuple):
 
     @property
     def in_full(self) -> str:
-        """The file as it is, and the code."""
+        """Return the file as it is, the line, the function, and the code."""
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
 
 

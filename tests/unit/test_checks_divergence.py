@@ -253,32 +253,27 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
         assert finding is None or (finding.values["number"], finding.operand) == ("amax", "grad_output in backward")
 
 
-@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize("compared", ["with logits", "without logits", "no matmul"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 @pytest.mark.parametrize(("loss", "rule"), [(8.5, LOSS), (math.nan, LOSS), (8.0, OPERAND)])
 def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_the_loss(
-    loss: float, rule: Rule, ranks: tuple[int, ...], logits: bool
+    loss: float, rule: Rule, ranks: tuple[int, ...], compared: str
 ) -> None:
     """The loss alone is blamed where the operands of the logits were compared, else what is behind the last matmul."""
     of = case(Layout(dp_shard=2), dtype="float64")
     run, witness = (with_backward(side) for side in runs(of))
-    if logits:
+    if compared == "with logits":
         witness = with_matmuls(witness, n=of.model.padded_vocab_size)
+    elif compared == "no matmul":
+        run, witness, rule = without_matmuls(run), without_matmuls(witness), OPERAND
     for rank in ranks:
         run = with_step(starts_otherwise(run, rank), rank, 1, loss=loss)
     (first,) = with_operands((), of, run, with_step(witness, 0, 1, loss=8.0))
     assert (first.rule, first.step) == (rule.name, 1)
     if rule is LOSS:
         assert (first.values["last"], first.values["compared"]) == (FQNS[1], 2)
-        assert (first.module == "loss") is logits and first.ranks == (ranks if len(ranks) == 1 else ())
-
-
-def test_the_loss_is_not_blamed_where_no_matmul_of_forward_was_compared() -> None:
-    of = case(Layout(dp_shard=2), dtype="float64")
-    run, witness = (without_matmuls(with_backward(side)) for side in runs(of))
-    run = with_step(starts_otherwise(run, 1), 1, 1, loss=8.5)
-    (first,) = with_operands((), of, run, with_step(witness, 0, 1, loss=8.0))
-    assert first.rule == OPERAND.name
+        assert (first.module == "loss") is (compared == "with logits")
+        assert first.ranks == (ranks if len(ranks) == 1 else ())
 
 
 @pytest.mark.parametrize(
