@@ -13,7 +13,7 @@ from harness.matrix.case import Case
 from harness.matrix.numerics import rounding_of_norm
 from harness.text import counted
 from harness.trace import Run, StepTrace
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 # Finite
 
@@ -68,16 +68,9 @@ def _first(rule: Rule, wrong: list[tuple[int, int, float]], quantity: str, expec
     """Yield the first bad value, with the number of bad values: each with its step and rank."""
     if wrong:
         step, rank, value = min(wrong, key=lambda item: item[:2])
-        yield rule.finding(
-            step=step,
-            rank=rank,
-            ranks=[other for _, other, _ in wrong],
-            expected=expected,
-            found=str(value),
-            quantity=quantity,
-            value=str(value),
-            count=len(wrong),
-        )
+        ranks = [other for _, other, _ in wrong]
+        values: dict[str, Value] = {"quantity": quantity, "value": str(value), "count": len(wrong)}
+        yield rule.finding(step=step, rank=rank, ranks=ranks, expected=expected, found=str(value), values=values)
 
 
 # Clipping

@@ -238,14 +238,9 @@ def _volume(expect: Expectations, step: _Step, key: CollectiveKey) -> Finding:
     counts = zip((gap.total() for gap in step.gap(key)), ("missing", "too many"), strict=True)
     purposes, off = _purposes(expect, step, key), ", ".join(f"{count} {what}" for count, what in counts if count)
     expected, found = map(str, step.volumes(key))
-    return VOLUME.finding(
-        collective=str(key),
-        values=key._asdict(),
-        step=step.number,
-        expected=expected,
-        found=found,
-        suffix=f": {off or 'other bytes'}" + (f" ({purposes})" if purposes else ""),
-    )
+    values = {**key._asdict(), "collective": str(key)}
+    suffix = f": {off or 'other bytes'}" + (f" ({purposes})" if purposes else "")
+    return VOLUME.finding(step=step.number, expected=expected, found=found, values=values, suffix=suffix)
 
 
 def _replaces(step: _Step, key: CollectiveKey, other: CollectiveKey) -> bool:

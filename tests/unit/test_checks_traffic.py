@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from harness.checks import traffic
 from harness.checks.check import Rule, Witnesses
-from harness.checks.traffic import CollectiveKey, Limits, check_traffic, count_limits, expected_traffic
+from harness.checks.traffic import CollectiveKey, Limits, check_traffic, count_limits
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
 from harness.matrix.axes import axis_values, case_from_axes
@@ -77,18 +77,11 @@ def test_a_record_too_much_or_missing_or_none_is_found() -> None:
 
 def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None:
     """All 7 gathers in float32, as without float8 all-gather: 2.0 of the bytes of bfloat16."""
-    plain = Expectations(parse_case_id("fsdp2-tensorwise-v2048-s3-f32"))
-    high = expected_traffic(plain, step=1, rank=0)[CollectiveKey("dp_shard", "all_gather", "", "float32")]
-    wrong = tuple(
-        replace(record, sizes=dict(high.sizes), payload_bytes=high.payload_bytes)
-        if record.dtype == "float32" and record.kind == "all_gather"
-        else record
-        for record in without(GATHERED, CollectiveKey("dp_shard", "all_gather", "", "uint8"))
-    )
+    wrong = traffic_of(parse_case_id("fsdp2-tensorwise-v2048-s3-f32"))
     first, *rest = check(GATHERED, wrong, wrong)
     assert (first.rule, first.ranks) == (traffic.HIGH_PRECISION.name, (0, 1))
     assert (first.step, first.expected, first.found) == (1, "at most 0.51 of the bytes of bfloat16", "2.00")
-    assert [finding.rule for finding in rest] == [traffic.VOLUME.name] * 2
+    assert [finding.rule for finding in rest] == [traffic.VOLUME.name] * 3
 
 
 @pytest.mark.parametrize(("asked", "done", "word"), [("reshard.never-", "", "often"), ("", "reshard.never-", "seldom")])
