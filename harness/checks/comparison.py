@@ -89,19 +89,12 @@ def reported(
     """
     found = [(step.step, trace.rank, getattr(step, name)) for trace in run.by_rank for step in trace.steps]
     told = [(step, rank, math.nan if value is None else value) for step, rank, value in found if step in expected]
-    return [
-        Compared(
-            rule,
-            step,
-            distance=abs(value - expected[step]),
-            allowed=allowed(step, expected[step]),
-            ranks=(rank,),
-            expected=repr(expected[step]),
-            found=repr(value),
-            of=value,
-        )
-        for step, rank, value in sorted(told, key=lambda number: number[:2])
-    ]
+    compared = []
+    for step, rank, value in sorted(told, key=lambda number: number[:2]):
+        right = expected[step]
+        one = Compared(rule, step, abs(value - right), allowed(step, right), ranks=(rank,), of=value)
+        compared.append(one._replace(expected=repr(right), found=repr(value)))
+    return compared
 
 
 def numbers(

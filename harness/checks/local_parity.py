@@ -159,9 +159,8 @@ def _too_far(run: Run, judged: Sequence[Judged]) -> Iterator[Finding]:
         yield _not_summed(run, first, [one.of for one in wrong.together])
         return
     ranks = [rank for rank, distance in first.of_ranks.items() if not distance <= wrong.told.allowed]
-    is_whole = len(ranks) == len(first.of_ranks)
-    is_part = len({one.of.part for one in compared} - {None}) > 1
-    part = "" if first.part is None or not is_part else f" on data-parallel rank {first.part}"
+    is_whole, parts = len(ranks) == len(first.of_ranks), {one.of.part for one in compared} - {None}
+    part = "" if first.part is None or len(parts) < 2 else f" on data-parallel rank {first.part}"
     if ranks and not is_whole:
         part += f", {'partial' if first.parts > 1 else 'shard'} of {format_ranks(ranks)},"
     finding = wrong.finding(tensor=_NOUNS[first.kind], part=part, ranks=() if is_whole else ranks)
@@ -200,15 +199,12 @@ def _sum_instead(terms: SumTerms) -> str:
 
 def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
     """Return what ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
+
+    def of_norm(_: int, norm: float) -> Limit:
+        return Limit("modules.grad_norm", norm)
+
     expected = next(replayed for replayed in replay.traces[0].steps if replayed.step == step)
     return [
         *numbers(LOSS, run, "loss", {step: expected.loss}, lambda *_: FLOAT32_LOSS, source="logits"),
-        *numbers(
-            NORM,
-            run,
-            "grad_norm",
-            {step: expected.grad_norm},
-            lambda _, norm: Limit("modules.grad_norm", norm),
-            source="gradients",
-        ),
+        *numbers(NORM, run, "grad_norm", {step: expected.grad_norm}, of_norm, source="gradients"),
     ]

@@ -101,22 +101,13 @@ def _bits(run: Run, partner: Run) -> list[Compared]:
     found, expected = _shards(run), _shards(partner)
     same = {place: _same_bits(found[place], expected.get(place)) for place in sorted(found)}
     distances = {} if all(same.values()) else relative_distances(assemble(run.traces), assemble(partner.traces))
-    return [
-        Compared(
-            GRADIENTS if key.kind == "grad" else PARAMETERS,
-            key.step,
-            distance=0.0 if equal else distances.get(key, math.nan),
-            allowed=0.0,
-            module=key.fqn,
-            kind=key.kind,
-            ranks=(rank,),
-            of=key,
-            expected=_text(expected.get((key, rank))),
-            found=_text(found[key, rank]),
-            same=equal,
-        )
-        for (key, rank), equal in same.items()
-    ]
+    compared = []
+    for (key, rank), equal in same.items():
+        rule, distance = GRADIENTS if key.kind == "grad" else PARAMETERS, 0.0 if equal else distances.get(key, math.nan)
+        texts = {"expected": _text(expected.get((key, rank))), "found": _text(found[key, rank])}
+        one = Compared(rule, key.step, distance, 0.0, key.fqn, key.kind, (rank,), of=key, same=equal, **texts)
+        compared.append(one)
+    return compared
 
 
 def _same_bits(shard: TensorSketch, other: TensorSketch | None) -> bool:

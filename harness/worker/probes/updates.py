@@ -35,10 +35,8 @@ def _adam(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tu
     (first, second), decay, steps = options["betas"], options["weight_decay"], was["step"] + 1
     apart = options.get("decoupled_weight_decay", False)
     grad = was["grad"] * (-1 if options["maximize"] else 1) + (0 if apart else decay) * was["param"]
-    mean, square = (
-        beta * was[name] + (1 - beta) * term
-        for beta, name, term in ((first, "exp_avg", grad), (second, "exp_avg_sq", grad**2))
-    )
+    mean = first * was["exp_avg"] + (1 - first) * grad
+    square = second * was["exp_avg_sq"] + (1 - second) * grad**2
     size = options["lr"] / (1 - first**steps) / (np.sqrt(square / (1 - second**steps)) + options["eps"])
     terms = abs(was["exp_avg"]) + abs(grad)
     param = was["param"] * (1 - (options["lr"] * decay if apart else 0)) - size * mean
