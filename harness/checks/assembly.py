@@ -142,12 +142,8 @@ def _of(traces: Iterable[RankTrace], key: SketchKey) -> list[TensorSketch]:
 
 
 def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
-    return all(
-        begin <= at and at + size <= begin + length
-        for at, size, begin, length in zip(
-            piece.offset, piece.local_shape, shard.offset, shard.local_shape, strict=True
-        )
-    )
+    places = zip(piece.offset, piece.local_shape, shard.offset, shard.local_shape, strict=True)
+    return all(begin <= at and at + size <= begin + length for at, size, begin, length in places)
 
 
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
@@ -155,11 +151,8 @@ def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for key, rank, sketch in sketched(traces):
         holders[key, sketch.offset, sketch.local_shape][rank] = sketch.digest
-    return [
-        (key, offset, digests)
-        for (key, offset, _), digests in sorted(holders.items())
-        if len(set(digests.values())) > 1
-    ]
+    unequal = {place: digests for place, digests in holders.items() if len(set(digests.values())) > 1}
+    return [(key, offset, digests) for (key, offset, _), digests in sorted(unequal.items())]
 
 
 def size_of_error(name: str, found: float, expected: float) -> float:

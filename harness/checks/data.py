@@ -60,11 +60,7 @@ def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _covered(case: Case, run: Run) -> dict[tuple[int, int], float]:
     """By rank and step: how much of its tokens a rank gets together with its tensor-parallel peers."""
-    own = {
-        (trace.rank, step_inputs.step): step_inputs.covered
-        for trace in run.traces
-        for step_inputs in trace.inputs or ()
-    }
+    own = {(trace.rank, given.step): given.covered for trace in run.traces for given in trace.inputs or ()}
     return {
         (rank, step): sum(own.get((peer, step), 0.0) for peer in peers(case.layout, rank, ("tp",)))
         for rank, step in own
@@ -134,10 +130,8 @@ def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?"""
     layouts = [layout_id(other.layout) for other in resumed_in(case)]
     traces = run.by_rank
-    findings = (
-        finding for number, layout in enumerate(layouts) for finding in _differences(run, traces, number, layout)
-    )
-    return list(itertools.islice(findings, 1))
+    found = (_differences(run, traces, number, layout) for number, layout in enumerate(layouts))
+    return list(itertools.islice(itertools.chain.from_iterable(found), 1))
 
 
 def _differences(run: Run, traces: list[RankTrace], number: int, layout: str) -> Iterator[Finding]:

@@ -108,11 +108,8 @@ def _graphs(trace: RankTrace) -> Sequence[GraphRecord]:
 
 def expected_fusions(expect: Expectations) -> Counter[FusionKind]:
     """Return how many fused operators of each kind one rank executes in one step."""
-    return Counter(
-        FusionKind(candidate.phase, candidate.collective)
-        for candidate in fusion_candidates(expect.case)
-        if candidate.fuses
-    )
+    fused = (candidate for candidate in fusion_candidates(expect.case) if candidate.fuses)
+    return Counter(FusionKind(candidate.phase, candidate.collective) for candidate in fused)
 
 
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
@@ -220,13 +217,11 @@ def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
 
 def _gradients(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     """The gradient that changed most on the way from the code to the optimizer, in the first step where one did."""
-    wrong = first_wrong(
-        (
-            Compared(GRADIENT, gradient.step, gradient.distance, reduced_distance(case, gradient), gradient.fqn)
-            for gradient in recorded.gradients
-        ),
-        worst=True,
-    )
+    compared = [
+        Compared(GRADIENT, gradient.step, gradient.distance, reduced_distance(case, gradient), gradient.fqn)
+        for gradient in recorded.gradients
+    ]
+    wrong = first_wrong(compared, worst=True)
     if gradients_are_followed(case) and not recorded.gradients:
         yield GRADIENT.finding(module="the blocks", distance=math.nan, allowed=0.0, count=0, compared=0)
     if wrong is not None:

@@ -161,13 +161,9 @@ def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Findin
         rows = [row for row in compared if row.ranks == told.ranks]
         bad = [row.distance for row in rows if not row.good]
         basis = f"{len(bad)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}"
-        yield wrong.finding(
-            run,
-            difference=told.of - expected[told.step],
-            details=f"{_table(rows, expected, rows.index(told))}\n{basis}: {tolerance.evidence}",
-            expected=f"{told.expected} ± {told.allowed!r}",
-            size=largest(bad),
-        )
+        details = f"{_table(rows, expected, rows.index(told))}\n{basis}: {tolerance.evidence}"
+        off, text = told.of - expected[told.step], f"{told.expected} ± {told.allowed!r}"
+        yield wrong.finding(run, difference=off, details=details, expected=text, size=largest(bad))
 
 
 def _table(rows: list[Compared], golden: Mapping[int, float], first_bad: int) -> str:

@@ -273,9 +273,8 @@ FIRST_STEPS = 3  # they share one number, from all their distances: each has few
 def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
     """Return how far the losses of the case may be from BF16, in nats: never less than at an earlier step."""
     expected = [step.loss for step in reference.traces[0].steps]
-    drawn = [
-        [abs(step.loss - loss) for step, loss in zip(draw.traces[0].steps, expected, strict=True)] for draw in draws
-    ]
+    pairs = (zip(draw.traces[0].steps, expected, strict=True) for draw in draws)
+    drawn = [[abs(step.loss - loss) for step, loss in of_draw] for of_draw in pairs]
     first = _root_mean_square([distance for distances in drawn for distance in distances[:FIRST_STEPS]])
     later = [_root_mean_square(_without_farthest(distances)) for distances in zip(*drawn, strict=True)]
     per_step = _never_less([first] * len(expected[:FIRST_STEPS]) + later[FIRST_STEPS:])

@@ -363,11 +363,8 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
     trained = _trained(case, traces)
     norms = _gradient_norms(traces)
     worth = Limit("updates.worth_one") * max(norms.values(), default=0.0)
-    still = [
-        parameter.fqn
-        for parameter in trained
-        if parameter.fqn not in changed and parameter.dtype in WIDE and norms.get(parameter.fqn, 0.0) > worth
-    ]
+    wide = (parameter.fqn for parameter in trained if parameter.dtype in WIDE)
+    still = [fqn for fqn in wide if fqn not in changed and norms.get(fqn, 0.0) > worth]
     if not trained or not (still or not changed):
         return []
     expected, found = "parameters that training changes", "the values that the harness wrote"

@@ -230,19 +230,17 @@ def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float
     ]
 
 
-def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
-    """Tensors that only one side sketched, and tensors of which the ranks hold too few or too many elements."""
-    findings = []
+def _missing(found: Tensors, expected: Tensors) -> Iterator[Finding]:
+    """Yield tensors that only one side sketched, and one of which the ranks hold too few or too many elements."""
     sides = {"this run": expected.keys() - found.keys(), "the single-rank reference": found.keys() - expected.keys()}
     for side, keys in sides.items():
         for key in sorted(keys)[:1]:
             count: dict[str, Value] = {"kind": key.kind, "side": side, "count": len(keys)}
-            findings.append(ONE_SIDE.finding(step=key.step, module=key.fqn, values=count))
+            yield ONE_SIDE.finding(step=key.step, module=key.fqn, values=count)
     incomplete = [key for key, tensor in found.items() if not tensor.complete]
     for key in incomplete[:1]:
         held: dict[str, Value] = {"elements": found[key].elements, "shape": str(found[key].shape)}
-        findings.append(ELEMENTS.finding(step=key.step, module=key.fqn, values=held))
-    return findings
+        yield ELEMENTS.finding(step=key.step, module=key.fqn, values=held)
 
 
 def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:

@@ -146,12 +146,8 @@ def _ended(outcome: JobOutcome) -> Run:
 
 def open_references(project: Project, plan: Plan, executor: Executor) -> ReferenceRunner:
     """Return the references of this machine, as what is installed now computes them for this plan."""
-    key = witness_key(plan)
-
-    def content(target: str) -> str:
-        return f"{key}{target_digest(target, project.root)}"
-
-    return ReferenceRunner(executor, project.witness_folder(), content)
+    key, root = witness_key(plan), project.root
+    return ReferenceRunner(executor, project.witness_folder(), lambda target: f"{key}{target_digest(target, root)}")
 
 
 def _seal(content: bytes) -> bytes:
