@@ -65,13 +65,11 @@ class FusionKind(NamedTuple):
 
 
 def _partly(expect: Expectations, device: str) -> str:
-    case, missing = expect.case, []
+    case, missing, gathered = expect.case, [], expect.case.float8.fp8_all_gather
     if case.layout.async_tp and not expect.has_formulas:
         missing.append(f"the number of fused collectives: no formula for the model of {case.target}")
     if case.compile == "inductor" and not gradients_are_followed(case):
-        why = (
-            "weights are given to the code in float8" if case.float8.fp8_all_gather else f"the model is {case.target}'s"
-        )
+        why = "weights are given to the code in float8" if gathered else f"the model is {case.target}'s"
         missing.append(f"gradients between generated code and optimizer: {why}")
     return "; ".join(missing)
 

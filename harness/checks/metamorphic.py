@@ -85,10 +85,8 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
         side, count = "here only" if key in found else "there only", len(found ^ expected)
         values: dict[str, Value] = {"partner": _partner(relation), "kind": key.kind, "side": side, "count": count}
         yield ONE_SIDE.finding(step=key.step, module=key.fqn, values=values)
-    compared = sorted(
-        (tensor for tensor in _bits(run, partner) if tensor.of in found & expected), key=lambda tensor: tensor.of
-    )
-    wrong = first_wrong(compared, worst=True)
+    compared = [tensor for tensor in _bits(run, partner) if tensor.of in found & expected]
+    wrong = first_wrong(sorted(compared, key=lambda tensor: tensor.of), worst=True)
     if wrong is not None:
         noun = {"initial": "initial weights", "grad": "gradients", "param": "final parameters"}[wrong.told.kind]
         count, rank = len({tensor.of for tensor in wrong.together}), next(iter(wrong.told.ranks), None)

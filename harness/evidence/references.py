@@ -1,7 +1,7 @@
-"""RunsByRole: the runs that a case is compared with, as data. Nothing is run here.
+"""References: the runs that a case is compared with, as data. Nothing is run here.
 
 `needs` says which references a case wants: before its run, as the schedule and the budget plan them, and after it, with
-what the run decides. RunsByRole with one name are one run, whichever cases want it. `running/references.py` runs them.
+what the run decides. References with one name are one run, whichever cases want it. `running/references.py` runs them.
 """
 
 from collections.abc import Collection, Mapping

@@ -156,11 +156,9 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     factor = max(1.0, math.sqrt(measured_tokens / case.train.valid_tokens))
     if factor == 1:
         return measured
-    return msgspec.structs.replace(
-        measured,
-        per_step=tuple(allowed * factor for allowed in measured.per_step),
-        evidence=f"{measured.evidence}; times {factor:.3g} for {case.train.valid_tokens} tokens",
-    )
+    per_step = tuple(allowed * factor for allowed in measured.per_step)
+    evidence = f"{measured.evidence}; times {factor:.3g} for {case.train.valid_tokens} tokens"
+    return msgspec.structs.replace(measured, per_step=per_step, evidence=evidence)
 
 
 def parity_tolerance_for(case: Case, root: Path, numerics: Numerics = VIRTUAL_DEVICE) -> Tolerance:
@@ -238,10 +236,9 @@ def evidence_path(root: Path, check: str, hardware: str = "") -> Path:
 
 def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
     """Return the measured samples. Raises `ToleranceUnfounded` when there are none, `Damaged` when the file is."""
+    path, missing = evidence_path(root, check), "no distances were measured."
     try:
-        return read_sealed(
-            evidence_path(root, check), Evidence, remake=f"{MEASURE}.", missing="no distances were measured."
-        )
+        return read_sealed(path, Evidence, remake=f"{MEASURE}.", missing=missing)
     except Missing as error:
         raise ToleranceUnfounded(error.what, where=error.where, fix=error.fix) from error
 

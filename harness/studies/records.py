@@ -57,11 +57,8 @@ class References(msgspec.Struct, frozen=True, kw_only=True):
 
     def and_also(self, later: "References") -> "References":
         """These and those of another device."""
-        return References(
-            goldens=(*self.goldens, *later.goldens),
-            failed=(*self.failed, *later.failed),
-            interrupted=later.interrupted,
-        )
+        goldens, failed = (*self.goldens, *later.goldens), (*self.failed, *later.failed)
+        return References(goldens=goldens, failed=failed, interrupted=later.interrupted)
 
 
 class SanityJudge(Judge):
