@@ -141,10 +141,8 @@ def record_signatures(
     judge = prepare_judge(project, cases, plan, signatures=False)
     result = run_cases(project, cases, plan, judge, progress, review=review)
     return Signatures(
-        changes=tuple(
-            _change(project, made[case_result.case_id]) for case_result in result.results if case_result.case_id in made
-        ),
-        failed=tuple(case_result for case_result in result.results if case_result.case_id not in made),
+        changes=tuple(_change(project, made[of.case_id]) for of in result.results if of.case_id in made),
+        failed=tuple(of for of in result.results if of.case_id not in made),
         interrupted=result.end.interrupted,
     )
 

@@ -18,6 +18,7 @@ from harness.checks.parity import (
     GRAD_NORM,
     GRADIENTS,
     INITIAL,
+    LOSS,
     NO_REFERENCE,
     NO_TOLERANCE,
     NOTHING_COMPARED,
@@ -91,11 +92,13 @@ def test_what_one_rank_computes_has_no_findings() -> None:
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("fqn", FQNS)
-def test_one_gradient_of_one_step_is_found_and_named(fqn: str, step: int) -> None:
-    (finding,) = check(run(**{f"grad_{fqn}_{step}": 1.01}), solo())
+@pytest.mark.parametrize(("kind", "rule"), [("grad", GRADIENTS), ("param", PARAMETERS)])
+def test_one_gradient_or_updated_parameter_is_found_and_named(kind: str, rule: Rule, fqn: str, step: int) -> None:
+    (finding,) = check(run(**{f"{kind}_{fqn}_{step}": 1.01}), solo())
     assert (finding.step, finding.module, finding.verdict) == (step, fqn, Verdict.NUMERIC)
-    assert (finding.rule, finding.values["count"], finding.values["compared"]) == (GRADIENTS.name, 1, 2)
-    assert (finding.expected, finding.found) == (f"distance <= {ALLOWED[step - 1]:.2g}", "0.01")
+    assert (finding.rule, finding.values["count"], finding.values["compared"]) == (rule.name, 1, 2)
+    allowed = ALLOWED[step - 1] if rule is GRADIENTS else ALLOWED[-1]
+    assert (finding.expected, finding.found) == (f"distance <= {allowed:.2g}", "0.01")
 
 
 @given(st.sampled_from([1, 2]), st.floats(0, 0.02))
@@ -128,13 +131,6 @@ def test_what_adamw_hides_is_found(factor: float) -> None:
     factors = {f"grad_{fqn}_{step}": factor for fqn in FQNS for step in (1, 2)}
     (finding,) = check(run(**factors), solo())
     assert finding.step == 1  # the first step that is off; the next are off because of it
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_parameters_are_compared_after_every_update(step: int) -> None:
-    (finding,) = check(run(**{f"param_b_{step}": 1.01}), solo())
-    assert (finding.rule, finding.step, finding.module) == (PARAMETERS.name, step, "b")
-    assert (finding.values["count"], finding.values["compared"]) == (1, 2)
 
 
 @pytest.mark.parametrize(("key", "broken"), [("tiny-bf16-replicas-bfloat16", []), (SAME_ORDER, [PARAMETERS.name])])
@@ -190,12 +186,13 @@ def test_a_loss_is_compared_on_every_rank(step: int, rank: int) -> None:
     assert check(with_step(run(), rank, step, loss=math.nan), solo())
 
 
-@pytest.mark.parametrize("number", ["loss", "grad_norm"])
-def test_a_number_of_all_ranks_names_none(number: str) -> None:
-    wrong = with_step(with_step(run(), 0, 1, **{number: 9.0}), 1, 1, **{number: 9.0})
-    (finding,) = check(wrong, solo())
-    assert (finding.rule, finding.step) == (f"parity/{number.replace('_', '-')}", 1)
-    assert (finding.rank, finding.ranks) == (None, ())
+@pytest.mark.parametrize(("number", "rule"), [("loss", LOSS), ("grad_norm", GRAD_NORM)])
+def test_a_number_of_all_ranks_names_none(number: str, rule: Rule) -> None:
+    """Sketches cannot see a norm that counts replicas twice: only what the ranks report does."""
+    wrong = with_step(with_step(run(), 0, 1, **{number: 9.0}), 0, 2, **{number: 9.0})
+    for off, ranks in ((wrong, (0,)), (with_step(wrong, 1, 1, **{number: 9.0}), ())):
+        (finding,) = check(off, solo())
+        assert (finding.rule, finding.step, finding.ranks) == (rule.name, 1, ranks)
 
 
 def test_a_float32_loss_may_be_a_few_units_of_its_last_place_off() -> None:
@@ -279,13 +276,6 @@ def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to_and_nan_i
     assert worst_distances(off, solo(), steps=(1, 2, 3)) == pytest.approx((0.5, 0.125, math.nan), nan_ok=True)
     for off in (run(grad_a_1=math.nan), run(grad_b_1=math.nan)):
         assert math.isnan(*worst_distances(off, solo(), steps=(1,)))
-
-
-def test_the_reported_gradient_norm_is_compared() -> None:
-    """Sketches cannot see a norm that counts replicas twice: only what the ranks report does."""
-    wrong = with_step(with_step(run(), 0, 1, grad_norm=1.5), 0, 2, grad_norm=1.5)
-    (finding,) = check(wrong, solo())
-    assert (finding.rule, finding.step, finding.rank) == (GRAD_NORM.name, 1, 0)
 
 
 @pytest.mark.parametrize(

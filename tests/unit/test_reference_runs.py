@@ -150,17 +150,12 @@ def test_cases_with_the_same_reference_share_it(tmp_path: Path) -> None:
     assert len(executor.asked) == 1 and all(run == runs[0] for run in runs)
 
 
-def test_a_witness_is_kept_over_caches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "runs"), [("these packages", 0), ("other packages", 1)])
+def test_a_witness_is_kept_over_caches_for_what_computed_it(tmp_path: Path, content: str, runs: int) -> None:
     first, second = FakeExecutor(ok()), FakeExecutor(ok())
-    assert cache(first, tmp_path).get(solo_reference(CASE)) == cache(second, tmp_path).get(solo_reference(CASE))
-    assert (len(first.asked), len(second.asked)) == (1, 0)
-
-
-def test_a_witness_that_something_else_computed_is_not_used(tmp_path: Path) -> None:
-    cache(FakeExecutor(ok()), tmp_path).get(solo_reference(CASE))
-    executor = FakeExecutor(ok())
-    cache(executor, tmp_path, content="other packages").get(solo_reference(CASE))
-    assert len(executor.asked) == 1
+    kept = cache(first, tmp_path).get(solo_reference(CASE))
+    assert cache(second, tmp_path, content=content).get(solo_reference(CASE)) == kept
+    assert (len(first.asked), len(second.asked)) == (1, runs)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x80", b"\xa3\xff\xff\xff", None])
