@@ -44,7 +44,7 @@ from harness.text import filled
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.counts import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord
-from harness.trace.model import SKETCH_SIZE, ModuleDistance, TensorSketch
+from harness.trace.model import SKETCH_SIZE, ModelRecord, ModuleDistance, Parameter, TensorSketch
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.verdict import Finding, Value, Verdict
 
@@ -325,7 +325,19 @@ def make_fused(**changes: Any) -> FusedCall:
     return replace(call, **changes)
 
 
-# Sketches
+# Models and sketches
+
+
+def make_parameter(fqn: str, **changes: Any) -> Parameter:
+    """A weight [4, 4], of which each of two ranks holds a half."""
+    made = Parameter(fqn=fqn, shape=(4, 4), dtype="float32", local_elements=8, axes=("dp_shard",), trained=True)
+    return replace(made, **changes)
+
+
+def make_model(*parameters: Parameter, **changes: Any) -> ModelRecord:
+    """A model that has these parameters and nothing else."""
+    made = ModelRecord(linears=(), parameters=parameters, checkpointed=(), compiled=(), calls={}, recomputed={})
+    return replace(made, **changes)
 
 
 def make_sketch(

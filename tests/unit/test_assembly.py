@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,8 @@ from harness.checks.assembly import (
 )
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.model import SKETCH_SIZE, ModelRecord, Parameter, TensorSketch
-from tests.builders import make_case, make_run, make_sketch, make_trace, run_of, with_step
+from harness.trace.model import SKETCH_SIZE, TensorSketch
+from tests.builders import make_case, make_model, make_parameter, make_run, make_sketch, make_trace, run_of, with_step
 
 Matrix = npt.NDArray[np.float64]
 ROWS, COLUMNS = 12, 5
@@ -207,10 +206,8 @@ def gradients(*factors: float) -> Run:
 def explained_gradients(case: Case, *found: float, reference: float | None = None, tp: str = "") -> str:
     """The explanation of gradients of this size, where those of the reference are 1 or its norm `reference` times."""
     run, solo = gradients(*found), gradients(*(1.0 for _ in found))
-    sizes: dict[str, Any] = {"shape": (2,), "dtype": "float64", "local_elements": 2, "trained": True}
-    held = tuple(Parameter(fqn=fqn, axes=("tp",) if fqn in tp else (), **sizes) for fqn in "abc")
-    model = ModelRecord(linears=(), parameters=held, checkpointed=(), compiled=(), calls={}, recomputed={})
-    run = run_of(replace(run.traces[0], model=model))
+    held = (make_parameter(fqn, axes=("tp",) if fqn in tp else ()) for fqn in "abc")
+    run = run_of(replace(run.traces[0], model=make_model(*held)))
     norm = math.hypot(*(tensor.norm for tensor in assemble(solo.traces).values()))
     golden = None if reference is None else norm / reference
     explanation = explain_gradients(case, run, solo, 1, golden)

@@ -88,12 +88,14 @@ RESUMED = make_case(tp=2, resume="resharded", steps=4)
 SAVED: State = {"norm.weight": "float32 [4] a", "norm.weight step": "2.0", "wq.weight": "float32 [4, 4] b"}
 
 
+def resumed(*by_rank: Resumed) -> list[Finding]:
+    traces = (make_trace(rank=rank, losses=[8.0, 7.9], resumed=record) for rank, record in enumerate(by_rank))
+    return check_resume(RESUMED, run_of(*traces), make_witnesses(RESUMED))
+
+
 def loaded_by(*loaded: State, rank: int = 1) -> list[Finding]:
     fine = Resumed(after_step=2, saved=SAVED, loaded=(SAVED, SAVED))
-    wrong = replace(fine, loaded=loaded)
-    traces = [make_trace(rank=trace_rank, losses=[8.0, 7.9]) for trace_rank in (0, 1)]
-    traces = [replace(trace, resumed=wrong if trace.rank == rank else fine) for trace in traces]
-    return check_resume(RESUMED, run_of(*traces), make_witnesses(RESUMED))
+    return resumed(*(replace(fine, loaded=loaded) if of == rank else fine for of in (0, 1)))
 
 
 def test_the_saved_state_has_no_findings_and_without_resuming_nothing_is_judged() -> None:
@@ -120,17 +122,9 @@ def test_a_value_that_differs_is_named_with_the_layout_that_loaded_it(
 @pytest.mark.parametrize(("wrong", "ranks"), [((0,), (0,)), ((1,), (1,)), ((0, 1), ()), ((), ())])
 def test_the_rank_that_holds_what_was_not_saved_is_named(wrong: tuple[int, ...], ranks: tuple[int, ...]) -> None:
     off = {**SAVED, "wq.weight": "float32 [4, 4] c"}  # the whole tensor, which every rank sees
-    traces = [
-        make_trace(
-            rank=rank,
-            losses=[8.0, 7.9],
-            resumed=Resumed(
-                after_step=2, saved=SAVED, loaded=(SAVED, off), wrong=((), ("wq.weight",) if rank in wrong else ())
-            ),
-        )
-        for rank in (0, 1)
-    ]
-    (finding,) = check_resume(RESUMED, run_of(*traces), make_witnesses(RESUMED))
+    record = Resumed(after_step=2, saved=SAVED, loaded=(SAVED, off))
+    names = [("wq.weight",) if rank in wrong else () for rank in (0, 1)]
+    (finding,) = resumed(*(replace(record, wrong=((), of_rank)) for of_rank in names))
     assert (finding.rule, finding.module, finding.ranks) == (OTHER_STATE.name, "wq.weight", ranks)
     assert finding.message.endswith(f"on rank {ranks[0]}" if ranks else "on all ranks")
 
@@ -150,13 +144,13 @@ def test_a_state_that_is_not_loaded_everywhere_is_found() -> None:
     assert (finding.rule, finding.values["layout"]) == (NOT_LOADED.name, "fsdp2")
 
 
-def test_witnesses_and_goldens_are_not_resumed() -> None:
+def test_witnesses_and_goldens_are_not_resumed_and_evaluate_nothing() -> None:
     plain = parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16")
-    for word in ("resume", "resume.resharded"):
+    for word in ("resume", "resume.resharded", "eval"):
         case = parse_case_id(f"fsdp2-tp2-rowwise-v2048-s2-{word}-b16")
         for made in (solo_case, twin_case, reference_case):
             assert made(case) == made(plain)
-        assert family_id(case) == family_id(plain)
+        assert family_id(case) == family_id(plain) and case_id(case) != case_id(plain)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ LEFT = Unfused(
 )
 FORWARD = GraphRecord(phase="forward", fused=(NODE,), unfused=())
 BACKWARD = GraphRecord(phase="backward", fused=(), unfused=(LEFT,))
+PLAIN_GRAPHS = (replace(FORWARD, fused=()), BACKWARD)
+SAME = GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=0.0)
 
 
 def calls(case: Case) -> tuple[FusedCall, ...]:
@@ -83,7 +85,7 @@ def check(case: Case, *graphs: GraphTrace | None) -> list[Finding]:
 
 def test_a_correct_run_has_no_finding() -> None:
     assert check(ASYNC, correct(ASYNC), correct(ASYNC)) == []
-    plain = correct(PLAIN, graphs=(replace(FORWARD, fused=()), BACKWARD))
+    plain = correct(PLAIN, graphs=PLAIN_GRAPHS)
     assert check(PLAIN, plain, plain) == []
 
 
@@ -156,7 +158,7 @@ def test_wrong_rows_say_where_they_belong_if_anywhere() -> None:
 def test_one_code_has_one_set_of_constants_on_every_rank() -> None:
     case = parse_case_id("fsdp2-tensorwise-inductor-v2048-s2-b16")
     same = replace(correct(case), graphs=(replace(FORWARD, fused=(), constants=("aten::attention 0.125",)), BACKWARD))
-    same = replace(same, gradients=(GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=0.0),))
+    same = replace(same, gradients=(SAME,))
     off = replace(same, graphs=(replace(same.graphs[0], constants=("aten::attention 0.12501",)), BACKWARD))
     assert check(case, same, same) == []
     (finding,) = check(case, same, off)
@@ -185,9 +187,7 @@ def test_generated_code_is_held_against_its_graph(dtype: str, clean: float, wron
         distance=clean,
         farthest_row=2 * clean,
     )
-    same = GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=0.0)
-    plain = (replace(FORWARD, fused=()), BACKWARD)
-    graphs = replace(correct(case), graphs=plain, generated=(near,), gradients=(same,))
+    graphs = replace(correct(case), graphs=PLAIN_GRAPHS, generated=(near,), gradients=(SAME,))
     assert check(case, graphs, graphs) == []
     assert check(case, graphs, replace(graphs, emulates_roundings=True)) == [] or clean > 0
     assert rules(check(case, replace(graphs, generated=(replace(near, farthest_row=0.3),)))) == {GENERATED.name}
@@ -212,9 +212,9 @@ def test_the_optimizer_gets_the_gradients_that_generated_code_returned(
     case_id: str, clean: float, wrong: float
 ) -> None:
     case = parse_case_id(case_id)
-    same = GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=clean)
+    same = replace(SAME, distance=clean)
     other = replace(same, step=2, fqn="layers.1.attention.wo.weight", distance=wrong)
-    graphs = replace(correct(case), graphs=(replace(FORWARD, fused=()), BACKWARD), gradients=(same,))
+    graphs = replace(correct(case), graphs=PLAIN_GRAPHS, gradients=(same,))
     assert check(case, graphs, graphs) == []
     (finding,) = check(case, graphs, replace(graphs, gradients=(same, other)))
     assert (finding.rule, finding.step, finding.rank, finding.module) == (GRADIENT.name, 2, 1, other.fqn)

@@ -32,25 +32,30 @@ from harness.checks.model import (
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter, StateChange
 from harness.verdict import Finding
-from tests.builders import make_case, make_sketch, make_steps, make_trace, make_witnesses, run_of
+from tests.builders import (
+    make_case,
+    make_model,
+    make_parameter,
+    make_sketch,
+    make_steps,
+    make_trace,
+    make_witnesses,
+    run_of,
+)
 
 CASE = make_case(dp_shard=2, steps=1)
 CHANGED = BUFFER_CHANGED.name
 
 
 def parameter(fqn: str, **changes: Any) -> Parameter:
-    made = Parameter(fqn=fqn, shape=(4, 4), dtype="float32", local_elements=8, axes=("dp_shard",), trained=True)
-    return replace(made, **{"built": "b", **changes})
+    return make_parameter(fqn, **{"built": "b", **changes})
 
 
 def model(*parameters: Parameter, **changes: Any) -> ModelRecord:
-    made = ModelRecord(
+    made = make_model(
+        *(parameters or (parameter("up.weight"), parameter("gain"))),
         linears=(Linear(fqn="up", in_features=4, out_features=4, converted=True),),
-        parameters=parameters or (parameter("up.weight"), parameter("gain")),
-        checkpointed=(),
-        compiled=(),
         calls={"up": 1},
-        recomputed={},
         buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="t"),),
         constants={"norm.eps": "1e-05"},
     )

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from harness.checks import reported
 from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
+from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 from tests.builders import make_case, make_run, make_steps, make_witnesses, not_judged, run_of, with_rank, with_step
@@ -140,15 +140,6 @@ def test_any_other_loss_is_found(evaluated: float | None, rank: int) -> None:
 def test_without_an_evaluation_nothing_is_judged() -> None:
     assert "evaluation" in not_judged(make_case(dtype="float64"))
     assert "evaluation" not in not_judged(EVALUATED)
-
-
-def test_witnesses_and_goldens_evaluate_nothing() -> None:
-    case = parse_case_id("fsdp2-tensorwise-v2048-s2-eval-b16")
-    plain = parse_case_id("fsdp2-tensorwise-v2048-s2-b16")
-    for made in (solo_case, twin_case, reference_case):
-        assert made(case) == made(plain)
-    assert family_id(case) == family_id(plain)
-    assert case_id(case) != case_id(plain)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from harness.checks.check import Rule
 from harness.checks.updates import FORMULA, NO_UPDATE, OPTION, UNMOVED, check_updates
 from harness.trace import RankTrace
-from harness.trace.model import ModelRecord, Options, Parameter, StepUpdate
+from harness.trace.model import Options, StepUpdate
 from harness.verdict import Finding
-from tests.builders import make_case, make_sketch, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_model, make_parameter, make_sketch, make_trace, make_witnesses, run_of
 
 CASE = make_case(tp=2, steps=2)
 GIVEN = {"lr": "0.1", "exp_avg": "float32"}
@@ -24,25 +24,9 @@ def options(*names: str, **changes: str) -> tuple[Options, ...]:
 
 
 def trace(rank: int, second: StepUpdate | None = None, *, elements: int = 8, digest: str = "new") -> RankTrace:
-    held: dict[str, Any] = {
-        "shape": (4, 4),
-        "dtype": "float32",
-        "local_elements": elements,
-        "axes": (),
-        "trained": True,
-    }
-    model = ModelRecord(
-        linears=(),
-        parameters=tuple(Parameter(fqn=fqn, **held) for fqn in ("up", "down")),
-        checkpointed=(),
-        compiled=(),
-        calls={},
-        recomputed={},
-        updates=(
-            StepUpdate(step=1, updated=True, options=options("up", "down")),
-            second or StepUpdate(step=2, updated=True),
-        ),
-    )
+    first = StepUpdate(step=1, updated=True, options=options("up", "down"))
+    held = (make_parameter(fqn, local_elements=elements) for fqn in ("up", "down"))
+    model = make_model(*held, updates=(first, second or StepUpdate(step=2, updated=True)))
     sketch = make_sketch("up")
     kinds = [("param", 1, "old"), ("grad", 2, "g"), ("param", 2, digest)]
     sketches = tuple(replace(sketch, kind=kind, step=step, digest=of) for kind, step, of in kinds)

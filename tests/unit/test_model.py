@@ -11,22 +11,17 @@ from harness.expect.expectations import Expectations
 from harness.expect.model import CastSite, Model, accumulates, found_model, llama_model, recomputed_calls
 from harness.matrix.case import Checkpointing, CheckpointMode
 from harness.matrix.caseid import parse_case_id
-from harness.trace.model import Linear, ModelRecord, Parameter
-from tests.builders import make_case, make_cast, not_judged
+from harness.trace.model import Linear, ModelRecord
+from tests.builders import make_case, make_cast, make_model, make_parameter, not_judged
 
 FQNS = ("up", "down", "lm_head")
 CASE = parse_case_id("target.mine-fsdp2-tp2-tensorwise-v2048-f64")
 
 
 def record(*, calls: int = 1, recomputed: int = 0, axes: tuple[str, ...] = ("tp",)) -> ModelRecord:
-    return ModelRecord(
+    return make_model(
+        *(make_parameter(f"{fqn}.weight", shape=(32, 16), local_elements=256, axes=axes) for fqn in FQNS),
         linears=tuple(Linear(fqn=fqn, in_features=16, out_features=32, converted=True) for fqn in FQNS),
-        parameters=tuple(
-            Parameter(fqn=f"{fqn}.weight", shape=(32, 16), dtype="float32", local_elements=256, axes=axes, trained=True)
-            for fqn in FQNS
-        ),
-        checkpointed=(),
-        compiled=(),
         calls=dict.fromkeys(FQNS, calls),
         recomputed=dict.fromkeys(FQNS, recomputed) if recomputed else {},
     )
