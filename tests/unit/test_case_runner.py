@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
@@ -27,6 +27,7 @@ CASE = make_case(steps=2)
 FIX = Injection(text="cases/fixes/x.py:apply", target="/x.py:apply")
 ROWS = a_finding(check="graphs", message="wrong rows", verdict=Verdict.NUMERIC)
 SCALE = a_finding(check="scales", message="wrong scale")
+Before = Callable[[RunsByRole, Sequence[Injection]], object]
 
 
 class FakeExecutor:
@@ -45,11 +46,18 @@ class FakeExecutor:
 
 
 class FakeJudge(Judge):
-    """Says one thing of the run as it is, and another of the run with the fix."""
+    """Says one thing of the run as it is, and another of the run with the fix; calls `before` each time."""
 
-    def __init__(self, plain: Judgement, fixed: Judgement, fixes: tuple[Injection, ...] = (FIX,)) -> None:
+    def __init__(
+        self,
+        plain: Judgement,
+        fixed: Judgement,
+        fixes: tuple[Injection, ...] = (FIX,),
+        before: Before = lambda *_: None,
+    ) -> None:
         self._said = (plain, fixed)
         self._fixes = fixes
+        self._before = before
 
     def expectation(self, case: Case) -> str | None:
         return "recorded"
@@ -60,6 +68,7 @@ class FakeJudge(Judge):
     def judge(
         self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
+        self._before(have, fixes)
         return self._said[bool(fixes)]
 
 
@@ -123,16 +132,11 @@ UNDERIVED = msgspec.structs.replace(a_finding(check="loss_vs_golden", message="n
 def test_a_case_whose_references_were_interrupted_was_not_run(plain: Judgement) -> None:
     executor = FakeExecutor()
 
-    class Interrupted(FakeJudge):
+    def interrupt(have: RunsByRole, fixes: Sequence[Injection]) -> None:
         """SIGTERM comes while witnesses run: what they would have told is missing in the verdict."""
+        executor.stopped = bool(fixes) or plain is not KNOWN
 
-        def judge(
-            self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
-        ) -> Judgement:
-            executor.stopped = bool(fixes) or plain is not KNOWN
-            return self._said[bool(fixes)]
-
-    assert runner(Interrupted(plain, PASSED), executor).run(CASE) is None
+    assert runner(FakeJudge(plain, PASSED, before=interrupt), executor).run(CASE) is None
 
 
 @pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.NUMERIC, Verdict.UNEXPECTED_PASS, Verdict.HANG])
@@ -162,14 +166,11 @@ def test_every_attempt_of_both_runs_is_told() -> None:
 
 
 def test_a_reference_that_the_machine_ended_makes_a_case_infra_with_the_reason() -> None:
-    class WithoutReference(FakeJudge):
-        def judge(
-            self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
-        ) -> Judgement:
-            raise ReferenceLost("solo x: killed by SIGBUS, not by the harness")
+    def lose(*_: object) -> None:
+        raise ReferenceLost("solo x: killed by SIGBUS, not by the harness")
 
     executor = FakeExecutor()
-    result = runner(WithoutReference(KNOWN, PASSED), executor).run(CASE)
+    result = runner(FakeJudge(KNOWN, PASSED, before=lose), executor).run(CASE)
     assert result is not None and result.verdict is Verdict.INFRA and executor.fixes == [()]
     (finding,) = result.findings
     assert finding.message == "solo x: killed by SIGBUS, not by the harness" and "/dev/shm" in str(finding.fix)
@@ -199,14 +200,9 @@ def test_a_failure_is_judged_again_with_what_explains_it(verdict: Verdict) -> No
         def needs_if_failing(self, case: Case, run: Run, judgement: Judgement) -> tuple[Reference, ...]:
             return () if judgement.verdict.good else (operands_reference(case),)
 
-        def judge(
-            self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
-        ) -> Judgement:
-            seen.append({*have})
-            return super().judge(case, run, status, have, fixes)
-
-    references = References()
-    result = runner(Explaining(Judgement(verdict=verdict, findings=()), PASSED), FakeExecutor(), references).run(CASE)
+    references, said = References(), Judgement(verdict=verdict, findings=())
+    explaining = Explaining(said, PASSED, before=lambda have, _: seen.append({*have}))
+    result = runner(explaining, FakeExecutor(), references).run(CASE)
     assert result is not None and result.verdict is verdict
     more = [] if verdict.good else [["operands"]]
     assert references.asked == [["solo"], *more]

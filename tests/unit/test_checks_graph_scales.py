@@ -117,15 +117,8 @@ def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
     assert finding.rule == RULES.amax.name and "amax nan" in (finding.expected or "")
 
 
-UNKNOWN = UnknownCast(
-    step=2,
-    order=7,
-    phase="forward",
-    fqn="feed_forward.w1",
-    target_dtype="float8_e4m3fn",
-    shape=(4, 4),
-    missing="a clamp",
-)
+PLACE: dict[str, Any] = {"step": 2, "order": 7, "phase": "forward", "fqn": "feed_forward.w1"}
+UNKNOWN = UnknownCast(**PLACE, target_dtype="float8_e4m3fn", shape=(4, 4), missing="a clamp")
 
 
 def test_what_is_cast_without_fp8_or_not_by_torchao_is_found() -> None:
@@ -247,22 +240,18 @@ def test_the_amax_that_generated_code_reduced_over_tp_may_be_off_by_its_rounding
 )
 def test_a_matmul_with_the_scale_of_another_is_found(case_id: str, phase: Any, scale: float, is_found: bool) -> None:
     case, made = parse_case_id(case_id), replace(shared(0, 1), amax=max(AMAX))
-    matmul = GraphMatmul(
-        step=1,
-        order=1,
-        phase=phase,
-        fqn="feed_forward.w1",
-        a_scale=make_scale(scale / made.scale.maximum),
-        b_scale=make_scale(3.0),
-        a_casts=(made.order,),
-        b_casts=(),
-    )
+    used: dict[str, Any] = {"a_scale": make_scale(scale / made.scale.maximum), "b_scale": make_scale(3.0)}
+    matmul = GraphMatmul(**{**PLACE, "step": 1, "phase": phase}, **used, a_casts=(made.order,), b_casts=())
+    assert check_matmul(case, made, matmul) == ({MATMUL_SCALE.name} if is_found else set())
+
+
+def check_matmul(case: Case, made: GraphCast, matmul: GraphMatmul) -> set[str]:
+    """The rules that a run of one rank breaks, which casts and multiplies so."""
     recorded = trace(case, 0, [made])
     assert recorded.graphs is not None
-    graphs = replace(recorded.graphs, casts=(made, of_gradient(made)), matmuls=(matmul,))
-    run = run_of(replace(recorded, graphs=graphs))
-    expected = make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 1))
-    assert rules(check_graph_scales(case, run, expected)) == ({MATMUL_SCALE.name} if is_found else set())
+    run = run_of(replace(recorded, graphs=replace(recorded.graphs, matmuls=(matmul,))))
+    expected = CompiledCasts(1, 0, int(case.float8.recipe == "tensorwise"))
+    return rules(check_graph_scales(case, run, make_witnesses(case, compiled_casts=expected)))
 
 
 MXFP8 = parse_case_id("single-mxfp8-graph-v2048-s1-b16")
@@ -281,10 +270,7 @@ def check_blocks(
     matmul = GraphMatmul(
         step=1, order=1, phase="forward", fqn="w1", a_scale=used, b_scale=ONES, a_casts=(1,), b_casts=known
     )
-    recorded = trace(case, 0, [made])
-    assert recorded.graphs is not None
-    run = run_of(replace(recorded, graphs=replace(recorded.graphs, matmuls=(matmul,))))
-    return rules(check_graph_scales(case, run, make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 0))))
+    return check_matmul(case, made, matmul)
 
 
 def test_blocks_have_scales_of_their_own_and_those_rounded_down_leave_values_below_512() -> None:

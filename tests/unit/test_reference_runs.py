@@ -34,16 +34,9 @@ RAISED = RankOutcome(rank=0, status="raised", message="KeyError: 1")
 CASE = parse_case_id("hsdp2x2-tensorwise-ag.fp8pre-ac.full-v2048-b16")
 
 
-def ok(world: int = 1) -> JobOutcome:
-    ranks = [
-        RankOutcome(rank=r, status="returned", payload=msgspec.msgpack.encode(make_trace(rank=r))) for r in range(world)
-    ]
-    return JobOutcome(job_id="j", status="ok", ranks=tuple(ranks))
-
-
-def ok_with(trace: RankTrace) -> JobOutcome:
-    rank = RankOutcome(rank=0, status="returned", payload=msgspec.msgpack.encode(trace))
-    return JobOutcome(job_id="j", status="ok", ranks=(rank,))
+def ok(trace: RankTrace | None = None) -> JobOutcome:
+    payload = msgspec.msgpack.encode(trace or make_trace())
+    return JobOutcome(job_id="j", status="ok", ranks=(RankOutcome(rank=0, status="returned", payload=payload),))
 
 
 class FakeExecutor:
@@ -106,16 +99,16 @@ def test_noisy_references_are_of_the_recipe_and_of_one_draw_each(tmp_path: Path)
 def test_a_partner_that_stands_for_the_modules_of_a_compiled_case_is_replayed(tmp_path: Path, finished: bool) -> None:
     compiled, eager = parse_case_id("tp2-tensorwise-graph-v2048-b16"), "tp2-tensorwise-v2048-b16"
     recorded = make_trace(module_tensors=())
-    executor = FakeExecutor(ok_with(recorded))
+    executor = FakeExecutor(ok(recorded))
     distance = make_distance()
-    executor.replayed = ok_with(make_trace(module_distances=(distance,))) if finished else None
+    executor.replayed = ok(make_trace(module_distances=(distance,))) if finished else None
     partner = cache(executor, tmp_path).get(partner_reference(compiled))
     assert partner == (run_of(make_trace(module_distances=(distance,))) if finished else None)
     assert executor.asked == [
         ("plain", eager, ("sketches", "module_tensors")),
         ("replay", eager, ()),
     ]
-    again = FakeExecutor(ok_with(recorded))
+    again = FakeExecutor(ok(recorded))
     assert cache(again, tmp_path).get(partner_reference(compiled)) == partner
     assert (again.asked == []) is finished
 
@@ -131,7 +124,7 @@ def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content
 
 def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_path: Path) -> None:
     recorded = make_trace(operands=OperandTrace(casts=(make_cast(),), matmuls=()))
-    executor = FakeExecutor(ok_with(recorded))
+    executor = FakeExecutor(ok(recorded))
     witnesses = cache(executor, tmp_path)
     light = witnesses.get(solo_reference(CASE))
     assert light is not None and light.traces[0].operands is None and len(light.traces[0].cast_shares or ()) == 1
