@@ -28,6 +28,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics, replayed_steps
 from harness.promises import Limit
+from harness.trace import Run
 from harness.trace.model import ModuleDistance, SumTerms
 from harness.verdict import Finding, Verdict
 from tests.builders import make_distance as distance
@@ -87,9 +88,12 @@ def test_of_any_model_what_is_behind_no_sum_is_exact() -> None:
         assert (allowed_distance(case, one, bits=SAME, model=model, sums=sums) == EXACT) == (not sums)
 
 
+def replayed(*distances: ModuleDistance, case: Case = CASE) -> Run:
+    return run_of(make_trace(case, module_distances=distances))
+
+
 def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
-    everything = (*distances, distance(step=1, fqn="other"), distance(step=2, fqn="other"))
-    again = run_of(make_trace(case, module_distances=everything))
+    again = replayed(*distances, distance(step=1, fqn="other"), distance(step=2, fqn="other"), case=case)
     return check_local_parity(case, make_run(case, module_tensors=()), make_witnesses(case, replay=again))
 
 
@@ -237,10 +241,7 @@ def test_the_replay_adds_up_microbatches_before_ranks_as_ranks_do(words: str) ->
 def test_a_real_device_promises_no_bits() -> None:
     assert allowed(bits=NONE, kind="output", parts=1) > EXACT
     off = (distance(kind="input", parts=1, distance=1e-3), distance(step=2))  # what attention hands on
-    again, run = (
-        run_of(make_trace(CASE, module_distances=off)),
-        make_run(CASE, module_tensors=(), virtual=("scaled_mm",)),
-    )
+    again, run = replayed(*off), make_run(CASE, module_tensors=(), virtual=("scaled_mm",))
     assert check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
     on_cuda = make_witnesses(CASE, replay=again, numerics=Numerics(same_in_parts=False))
     assert not check_local_parity(CASE, run, on_cuda), "the exact matmul there makes attention no other kernel"
@@ -264,11 +265,8 @@ def test_a_finding_names_the_first_tensor_in_the_order_of_execution() -> None:
         distance(distance=0.0),
     )
     assert (finding.verdict, finding.module, finding.size) == (Verdict.NUMERIC, WQ, 0.5)
-    assert (finding.rule, finding.values["tensor"], finding.values["part"]) == (
-        TENSOR.name,
-        "gradient of the input",
-        "",
-    )
+    told = (finding.rule, finding.values["tensor"], finding.values["part"])
+    assert told == (TENSOR.name, "gradient of the input", "")
     assert (finding.values["count"], finding.values["compared"], finding.values["distance"]) == (3, 5, 0.02)
     assert finding.values["allowed"] == EXACT
 
@@ -338,8 +336,7 @@ def test_nan_and_what_was_not_compared_never_pass() -> None:
 
 @pytest.mark.parametrize(("name", "off"), [("loss", 1e-5), ("grad_norm", 1e-8), ("loss", math.nan)])
 def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: float) -> None:
-    everything = (distance(), distance(step=2))
-    again = run_of(make_trace(CASE, module_distances=everything))
+    again = replayed(distance(), distance(step=2))
     value = getattr(make_run(CASE).traces[1].steps[1], name) + off
     run = with_step(make_run(CASE, module_tensors=()), 1, 2, **{name: value})
     (finding,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
@@ -349,7 +346,7 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
 
 
 def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
-    again = run_of(make_trace(CASE, module_distances=(distance(), distance(step=2))))
+    again = replayed(distance(), distance(step=2))
     short = with_rank(make_run(CASE, module_tensors=()), 1, lambda trace: replace(trace, steps=trace.steps[:1]))
     assert check_local_parity(CASE, short, make_witnesses(CASE, replay=again)) == []
 
@@ -361,12 +358,9 @@ def test_the_partner_of_a_compiled_case_is_judged_in_its_place() -> None:
     run = make_run(COMPILED)
     of_partner = ("in tp2-tensorwise-v2048-s2-b16", TENSOR.name, "gradient of the input", WQ)
     for far, expected in ((0.0, []), (0.02, [of_partner])):
-        distances = (distance(distance=far), distance(step=2))
-        other = run_of(make_trace(CASE, module_distances=distances))
+        other = replayed(distance(distance=far), distance(step=2))
         found = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=other))
-        assert [
-            (finding.within, finding.rule, finding.values["tensor"], finding.module) for finding in found
-        ] == expected
+        assert [(one.within, one.rule, one.values["tensor"], one.module) for one in found] == expected
     (found,) = check_local_parity(COMPILED, run, make_witnesses(COMPILED))
     assert (found.rule, found.judged) == (NO_REPLAY.name, False)
     found, *_ = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=make_run(CASE)))

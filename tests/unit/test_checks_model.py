@@ -90,57 +90,33 @@ def test_bfloat16_parameters_are_those_that_the_case_asks_for(asked: str, count:
     assert [(finding.rule, finding.values["asked"]) for finding in wrong] == [(DTYPE.name, "bfloat16")] * count
 
 
+UP, GAIN = parameter("up.weight"), parameter("gain")
 TILTED = model(buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="u"),))
 
 
 @pytest.mark.parametrize(
     ("second", "rule", "module", "values"),
     [
-        (
-            {"built": model(parameter("inner.up.weight"), parameter("gain"))},
-            PARAMETER,
-            "inner.up.weight",
-            {"here": "a", "there": "none", "who": "one rank"},
-        ),
-        (
-            {"built": model(parameter("up.weight", shape=(2, 4)), parameter("gain"))},
-            SHAPE,
-            "up.weight",
-            {"who": "one rank"},
-        ),
-        (
-            {"built": model(parameter("up.weight"), parameter("gain", trained=False))},
-            TRAINED,
-            "gain",
-            {"here": "frozen"},
-        ),
-        ({"built": model(linears=())}, LINEAR, "up", {"here": "no", "there": "one"}),
-        ({"built": model(constants={"norm.eps": "None"})}, CONSTANT, "norm", {"here": "None", "there": "1e-05"}),
-        (
-            {"built": model(parameter("up.weight", dtype="float64"), parameter("gain"))},
-            DTYPE,
-            "up.weight",
-            {"dtype": "float64", "asked": "float32"},
-        ),
-        ({"built": TILTED}, BUFFER, "tilt", {"pair": "rank 0 and rank 1"}),
-        (
-            {"state": (StateChange(name="default dtype", phase="build", before="float32", after="float64"),)},
-            SETTING,
-            None,
-            {"setting": "default dtype", "phase": "build"},
-        ),
-        (
-            {"state": (StateChange(name="training mode", phase="x", before="on", after="off in 2 of 2 modules"),)},
-            SETTING,
-            None,
-            {"setting": "training mode", "phase": "x"},
-        ),
+        (model(parameter("inner.up.weight"), GAIN), PARAMETER, "inner.up.weight", {"here": "a", "there": "none"}),
+        (model(replace(UP, shape=(2, 4)), GAIN), SHAPE, "up.weight", {"who": "one rank"}),
+        (model(UP, replace(GAIN, trained=False)), TRAINED, "gain", {"here": "frozen"}),
+        (model(linears=()), LINEAR, "up", {"here": "no", "there": "one"}),
+        (model(constants={"norm.eps": "None"}), CONSTANT, "norm", {"here": "None", "there": "1e-05"}),
+        (model(replace(UP, dtype="float64"), GAIN), DTYPE, "up.weight", {"dtype": "float64", "asked": "float32"}),
+        (TILTED, BUFFER, "tilt", {"pair": "rank 0 and rank 1"}),
+        (("default dtype", "float32", "float64"), SETTING, None, {"setting": "default dtype", "phase": "build"}),
+        (("training mode", "on", "off in 2 of 2 modules"), SETTING, None, {"setting": "training mode"}),
     ],
 )
 def test_one_rank_that_differs_is_found_with_what_to_do(
-    second: dict[str, Any], rule: Rule, module: str | None, values: dict[str, str]
+    second: ModelRecord | tuple[str, str, str], rule: Rule, module: str | None, values: dict[str, str]
 ) -> None:
-    (finding,) = check(trace(0), trace(1, **second))
+    if isinstance(second, tuple):
+        name, before, after = second
+        other = trace(1, state=(StateChange(name=name, phase="build", before=before, after=after),))
+    else:
+        other = trace(1, second)
+    (finding,) = check(trace(0), other)
     assert (finding.rule, finding.module) == (rule.name, module)
     assert {name: finding.values[name] for name in values} == values
     assert finding.fix

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.promises import Limit
 from harness.result import Measured, Sent
-from harness.trace import RankTrace, Run
+from harness.trace import Run
 from harness.trace.counts import FlopsRecord
 from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord, OperandTrace
@@ -66,12 +67,17 @@ def graph_cast(**changes: object) -> GraphCast:
     return replace(GraphCast(**numbers, order=1, is_weight=False), **changes)
 
 
+def operands(of_cast: Mapping[str, object] = MappingProxyType({}), **of_matmul: object) -> OperandTrace:
+    casts = (replace(CASTS[0], **of_cast), *CASTS[1:])
+    return OperandTrace(casts=casts, matmuls=(make_matmul(*CASTS, index=2, **of_matmul),))
+
+
 def recorded() -> Run:
     """Two ranks that recorded one of everything."""
     return make_run(
         CASE,
         calls=7,
-        operands=OperandTrace(casts=CASTS, matmuls=(make_matmul(*CASTS, index=2),)),
+        operands=operands(),
         sketches=(make_sketch(WQ), make_sketch(WQ, kind="param")),
         graphs=make_graphs(casts=(graph_cast(),), calls=(make_fused(times=2), make_fused(times=3, step=2))),
         traffic=(make_sent(1), make_sent(2), make_sent(2, kind="all_reduce", op="sum", times=1)),
@@ -90,16 +96,6 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in before if before[name] != after[name]}
 
 
-def last_rank(change: Callable[[RankTrace], RankTrace]) -> Run:
-    return with_rank(recorded(), 1, change)
-
-
-def other_cast(trace: RankTrace, **changes: object) -> RankTrace:
-    assert trace.operands is not None
-    casts = (replace(trace.operands.casts[0], **changes), *trace.operands.casts[1:])
-    return replace(trace, operands=replace(trace.operands, casts=casts))
-
-
 NEXT = make_scale(224.00001525878906)  # one bit above the scale of the cast
 
 
@@ -113,30 +109,18 @@ def test_equal_runs_have_equal_numbers_in_any_order_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (lambda trace: other_cast(trace, data_digest="datb"), "casts"),
-        (lambda trace: other_cast(trace, scale=NEXT), "casts"),
-        (lambda trace: replace(trace, graphs=make_graphs(casts=(graph_cast(scale=NEXT),))), "casts"),
-        (lambda trace: replace(trace, graphs=make_graphs(casts=(graph_cast(saturated=1),))), "casts"),
-        (
-            lambda trace: replace(
-                trace, operands=OperandTrace(casts=CASTS, matmuls=(make_matmul(*CASTS, index=2, b_digest="x"),))
-            ),
-            "matmuls",
-        ),
-        (
-            lambda trace: replace(trace, sketches=(make_sketch(WQ, digest="x"), make_sketch(WQ, kind="param"))),
-            "gradients",
-        ),
-        (
-            lambda trace: replace(trace, sketches=(make_sketch(WQ), make_sketch(WQ, kind="param", digest="x"))),
-            "parameters",
-        ),
+        ({"operands": operands({"data_digest": "datb"})}, "casts"),
+        ({"operands": operands({"scale": NEXT})}, "casts"),
+        ({"graphs": make_graphs(casts=(graph_cast(scale=NEXT),))}, "casts"),
+        ({"graphs": make_graphs(casts=(graph_cast(saturated=1),))}, "casts"),
+        ({"operands": operands(b_digest="x")}, "matmuls"),
+        ({"sketches": (make_sketch(WQ, digest="x"), make_sketch(WQ, kind="param"))}, "gradients"),
+        ({"sketches": (make_sketch(WQ), make_sketch(WQ, kind="param", digest="x"))}, "parameters"),
     ],
 )
-def test_one_bit_of_one_rank_changes_the_digest_of_its_kind(
-    change: Callable[[RankTrace], RankTrace], kind: str
-) -> None:
-    assert changed(numbers(recorded()).digests, numbers(last_rank(change)).digests) == {kind}
+def test_one_bit_of_one_rank_changes_the_digest_of_its_kind(change: dict[str, Any], kind: str) -> None:
+    other = with_rank(recorded(), 1, lambda trace: replace(trace, **change))
+    assert changed(numbers(recorded()).digests, numbers(other).digests) == {kind}
 
 
 def test_counts_are_of_all_ranks_and_steps() -> None:
@@ -204,32 +188,21 @@ def test_what_was_not_recorded_or_compared_is_none() -> None:
 
 def measured_of(case: Case, **changes: Any) -> Measured:
     """The numbers of a run that sends and saves what the formulas say."""
-    expect, steps = Expectations(case), range(1, case.train.steps + 1)
-    traces = [
-        make_trace(
-            case,
-            rank,
-            **{
-                "traffic": traffic_of(case, rank),
-                "flops": tuple(
-                    FlopsRecord(
-                        step=step,
-                        part=words.split()[0],
-                        precision=words.split()[2],
-                        calls=multiplied.calls,
-                        flops=multiplied.flops,
-                    )
-                    for step in steps
-                    for words, multiplied in executed(case, rank=rank, saves_attention=False).items()
-                ),
-                "saved_memory": tuple(saved_as(step, expect.saved_bytes(step=step, rank=rank)) for step in steps)
-                if expect.saves_exactly
-                else None,
-                **changes,
-            },
-        )
-        for rank in range(case.world_size)
-    ]
+    expect, steps, traces = Expectations(case), range(1, case.train.steps + 1), []
+    for rank in range(case.world_size):
+        by_words = executed(case, rank=rank, saves_attention=False).items()
+        terms = [(*words.split()[::2], done.calls, done.flops) for words, done in by_words]
+        saved = (saved_as(step, expect.saved_bytes(step=step, rank=rank)) for step in steps)
+        said = {
+            "traffic": traffic_of(case, rank),
+            "flops": tuple(
+                FlopsRecord(step=step, part=part, precision=precision, calls=calls, flops=flops)
+                for step in steps
+                for part, precision, calls, flops in terms
+            ),
+            "saved_memory": tuple(saved) if expect.saves_exactly else None,
+        }
+        traces.append(make_trace(case, rank, **{**said, **changes}))
     measurement = measured(case, run_of(*traces), make_witnesses(case))
     assert measurement is not None
     return measurement
