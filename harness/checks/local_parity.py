@@ -110,14 +110,10 @@ def _judged(
     if replay is None or not replay.complete:
         return [unfinished(NO_REPLAY, "the replay of the modules", replay, run)]
     distances = replay.traces[0].module_distances or ()
-    same = numerics.same_in_parts and all("scaled_mm" in trace.virtual for trace in run.traces)
-    mesh = case.layout.mesh
-    bits = Bits(
-        same=same,
-        summed=numerics.has_one_order(case.layout.tp),
-        reduced=all(numerics.has_one_order(mesh[axis]) for axis in DP_AXES),
-        shared=numerics.has_one_order(case.layout.cp),
-    )
+    same, ordered = numerics.same_in_parts, numerics.has_one_order
+    same = same and all("scaled_mm" in trace.virtual for trace in run.traces)
+    reduced = all(ordered(case.layout.mesh[axis]) for axis in DP_AXES)
+    bits = Bits(same, summed=ordered(case.layout.tp), reduced=reduced, shared=ordered(case.layout.cp))
     allowed = partial(allowed_distance, case, bits=bits, model=model)
     for step in replayed_steps(case, numerics):
         tensors = [tensor for tensor in distances if tensor.step == step]

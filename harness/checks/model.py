@@ -195,10 +195,8 @@ def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
     asked = case.parameter_dtype
     if case.train.dtype == "bfloat16" and asked != "bfloat16":
         return []
-    records = [
-        (trace.rank, parameter) for trace in traces for parameter in _record(trace).parameters if parameter.trained
-    ]
-    wrong = {parameter.fqn: (rank, parameter.dtype) for rank, parameter in records if parameter.dtype != asked}
+    held = ((trace.rank, one) for trace in traces for one in _record(trace).parameters)
+    wrong = {one.fqn: (rank, one.dtype) for rank, one in held if one.trained and one.dtype != asked}
     return [
         DTYPE.finding(rank=rank, module=fqn, expected=asked, found=dtype, dtype=dtype, asked=asked, count=len(wrong))
         for fqn, (rank, dtype) in list(wrong.items())[:1]

@@ -116,10 +116,10 @@ class CaseRunner:
             judgement = self._review(Judged(case, run, judgement, self._references, fixes))
             return _explained(judgement, run, outcome), run
         except ReferenceLost as lost:
-            return Judgement(verdict=Verdict.INFRA, findings=(_report(str(lost)),)), run
+            finding = _report(str(lost))
         except Exception as error:  # a fault of the harness in one case must not lose the results of the others
             finding = BROKEN.finding(error=repr(error), details="".join(traceback.format_exception(error)))
-            return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
+        return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
 
     def _compared(self, case: Case, run: Run, status: JobStatus, fixes: Sequence[Injection]) -> Judgement:
         """Return the judgement by all references that the case wants, then by those that explain its failure."""

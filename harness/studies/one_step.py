@@ -22,10 +22,8 @@ from harness.verdict import Finding, Verdict
 
 MAX_NORM = 0.01  # bites: gradients of the smallest models here have a norm of 0.3
 COARSE = 0.05  # nats from the golden in bfloat16: what is compared here is sharper, and no tolerance is derived
-ALLOWED = {
-    "float64": 1e-9,
-    "float32": 1e-5,
-}  # relative, of sums in another order: below 3e-16 and 6e-8 in the toy of tests
+# Relative, of sums in another order: below 3e-16 and 6e-8 in the toy of tests.
+ALLOWED = {"float64": 1e-9, "float32": 1e-5}
 WHOLE, SPLIT, CLIPPED, LABELS = "one microbatch", "two microbatches", "clipping", "unequal labels"
 OPTIONS: Mapping[str, dict[str, Any]] = {
     WHOLE: {},

@@ -67,7 +67,7 @@ def graph_cast(**changes: object) -> GraphCast:
     return replace(GraphCast(**numbers, order=1, is_weight=False), **changes)
 
 
-def operands(of_cast: Mapping[str, object] = MappingProxyType({}), **of_matmul: object) -> OperandTrace:
+def operands(of_cast: Mapping[str, Any] = MappingProxyType({}), **of_matmul: Any) -> OperandTrace:
     casts = (replace(CASTS[0], **of_cast), *CASTS[1:])
     return OperandTrace(casts=casts, matmuls=(make_matmul(*CASTS, index=2, **of_matmul),))
 
@@ -191,7 +191,7 @@ def measured_of(case: Case, **changes: Any) -> Measured:
     expect, steps, traces = Expectations(case), range(1, case.train.steps + 1), []
     for rank in range(case.world_size):
         by_words = executed(case, rank=rank, saves_attention=False).items()
-        terms = [(*words.split()[::2], done.calls, done.flops) for words, done in by_words]
+        terms: list[Any] = [(*words.split()[::2], done.calls, done.flops) for words, done in by_words]
         saved = (saved_as(step, expect.saved_bytes(step=step, rank=rank)) for step in steps)
         said = {
             "traffic": traffic_of(case, rank),
