@@ -177,9 +177,7 @@ def test_without_a_stored_golden_the_reference_is_compared_with() -> None:
 
 
 def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> None:
-    reference, noisy = (
-        run_of(make_trace(reference_case(CASE), losses=losses)) for losses in ((8.0, 7.0), (8.02, 7.02))
-    )
+    reference, noisy = (run_of(make_trace(reference_case(CASE), losses=of)) for of in ((8.0, 7.0), (8.02, 7.02)))
     have = {BF16: reference, **dict.fromkeys(NOISE, noisy)}
     run, far = make_run(CASE, losses=(8.15, 7.8)), make_run(CASE, losses=(8.3, 7.8))
     assert judge(tolerance=None).judge(CASE, run, "ok", have).verdict is Verdict.PASSED
@@ -238,9 +236,8 @@ def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
     assert PARTNER not in roles(of_fixed.needs(RELATED, run))
     judgement = of_fixed.judge(RELATED, run, "ok")
     assert "metamorphic" not in judgement.checks
-    assert {skipped.check: skipped.reason for skipped in judgement.not_judged}["metamorphic"].startswith(
-        "judged in the second run"
-    )
+    reasons = {skipped.check: skipped.reason for skipped in judgement.not_judged}
+    assert reasons["metamorphic"].startswith("judged in the second run")
     assert PARTNER in roles(of_fixed.needs(RELATED, run, NONE, of_fixed.fixes(RELATED)))
     seen_by_it = replace(KNOWN, fix="x.py:apply", requires=(Symptom(rule="metamorphic/*"),))
     assert PARTNER in roles(judge(RELATED, known=(seen_by_it,)).needs(RELATED, run))

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from harness.engine.messages import JobOutcome, RankOutcome
+from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.evidence.references import (
     bf16_reference,
     noisy_reference,
@@ -175,20 +175,19 @@ def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "why"),
+    ("status", "ranks", "why"),
     [
-        (JobOutcome(job_id="j", status="crash", ranks=(RAISED,)), "KeyError: 1"),
-        (JobOutcome(job_id="j", status="hang", ranks=ok().ranks), "it ended as hang and left no trace"),
-        (
-            JobOutcome(job_id="j", status="ok", ranks=(RankOutcome(rank=0, status="returned", payload=b"\xc1"),)),
-            "its result cannot be read",
-        ),
-        (JobOutcome(job_id="j", status="ok", ranks=()), "it ended as ok and left no trace"),
+        ("crash", (RAISED,), "KeyError: 1"),
+        ("hang", ok().ranks, "it ended as hang and left no trace"),
+        ("ok", (RankOutcome(rank=0, status="returned", payload=b"\xc1"),), "its result cannot be read"),
+        ("ok", (), "it ended as ok and left no trace"),
     ],
     ids=["crash", "hang", "garbled", "empty"],
 )
-def test_one_that_did_not_finish_says_why_and_is_not_stored(tmp_path: Path, outcome: JobOutcome, why: str) -> None:
-    executor = FakeExecutor(outcome)
+def test_one_that_did_not_finish_says_why_and_is_not_stored(
+    tmp_path: Path, status: JobStatus, ranks: tuple[RankOutcome, ...], why: str
+) -> None:
+    executor = FakeExecutor(JobOutcome(job_id="j", status=status, ranks=ranks))
     witnesses = cache(executor, tmp_path)
     ended = witnesses.get(solo_reference(CASE))
     assert ended is not None and ended.traces == () and why in ended.failures[0].message
@@ -219,11 +218,8 @@ def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_pa
     rendezvous = threading.Barrier(2, timeout=20)
     witnesses = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        solo, other = (
-            threads.submit(witnesses.get, solo_reference(CASE)),
-            threads.submit(witnesses.get, partner_reference(CASE)),
-        )
-        assert solo.result() is not None and other.result() is not None
+        runs = list(threads.map(witnesses.get, (solo_reference(CASE), partner_reference(CASE))))
+    assert None not in runs
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
@@ -239,17 +235,10 @@ LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.
 
 def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(LOST), tmp_path)
-    asks: tuple[Callable[[], object], ...] = (
-        lambda: witnesses.get(solo_reference(CASE)),
-        lambda: witnesses.get(operands_reference(CASE)),
-        lambda: witnesses.get(partner_reference(CASE)),
-        lambda: witnesses.get(bf16_reference(CASE)),
-        lambda: witnesses.get(noisy_reference(CASE, 1, ())),
-        lambda: witnesses.get(unprobed_reference(CASE)),
-    )
-    for ask in asks:
+    kinds = (solo_reference, operands_reference, partner_reference, bf16_reference, unprobed_reference)
+    for reference in (*(kind(CASE) for kind in kinds), noisy_reference(CASE, 1, ())):
         with pytest.raises(ReferenceLost, match=r"with which this case is compared: node b is gone\."):
-            ask()
+            witnesses.get(reference)
     assert list(tmp_path.iterdir()) == []
 
 
