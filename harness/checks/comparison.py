@@ -6,7 +6,7 @@ new limit one row of `promises.toml`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness.checks.assembly import nan_as_inf, size_of_error
@@ -82,19 +82,17 @@ def first_wrong(compared: Iterable[Compared], *, worst: bool = False) -> Wrong |
 
 def reported(
     rule: Rule, run: Run, name: str, expected: Mapping[int, float], allowed: Callable[[int, float], float]
-) -> list[Compared]:
-    """Return what every rank reports, step by step, beside the number that is expected there.
+) -> Iterator[Compared]:
+    """Yield what every rank reports, step by step, beside the number that is expected there.
 
     `allowed`: how far it may be off, by step and expected number. `of` is the number itself.
     """
     found = [(step.step, trace.rank, getattr(step, name)) for trace in run.by_rank for step in trace.steps]
     told = [(step, rank, math.nan if value is None else value) for step, rank, value in found if step in expected]
-    compared = []
     for step, rank, value in sorted(told, key=lambda number: number[:2]):
         right = expected[step]
         one = Compared(rule, step, abs(value - right), allowed(step, right), ranks=(rank,), of=value)
-        compared.append(one._replace(expected=repr(right), found=repr(value)))
-    return compared
+        yield one._replace(expected=repr(right), found=repr(value))
 
 
 def numbers(

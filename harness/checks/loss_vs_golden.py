@@ -154,7 +154,7 @@ def _is_bfloat16(loss: float) -> bool:
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """Yield the ranks whose loss leaves the tolerance, with the table of the steps of the first."""
     expected = dict(enumerate(golden.losses, 1))
-    compared = reported(LOSS, run, "loss", expected, lambda step, _: tolerance.per_step[step - 1])
+    compared = [*reported(LOSS, run, "loss", expected, lambda step, _: tolerance.per_step[step - 1])]
     wrong = first_wrong(compared)
     if wrong is not None:
         told = wrong.told

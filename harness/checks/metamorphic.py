@@ -94,18 +94,15 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
         yield wrong.finding(noun=noun, partner=_promise(relation), count=count, compared=every, rank=rank)
 
 
-def _bits(run: Run, partner: Run) -> list[Compared]:
-    """Shards of a rank beside those of the same rank of the partner: what is not finite equals nothing."""
+def _bits(run: Run, partner: Run) -> Iterator[Compared]:
+    """Yield shards of a rank beside those of the same rank of the partner: what is not finite equals nothing."""
     found, expected = _shards(run), _shards(partner)
     same = {place: _same_bits(found[place], expected.get(place)) for place in sorted(found)}
     distances = {} if all(same.values()) else relative_distances(assemble(run.traces), assemble(partner.traces))
-    compared = []
     for (key, rank), equal in same.items():
         rule, distance = GRADIENTS if key.kind == "grad" else PARAMETERS, 0.0 if equal else distances.get(key, math.nan)
         texts = {"expected": _text(expected.get((key, rank))), "found": _text(found[key, rank])}
-        one = Compared(rule, key.step, distance, 0.0, key.fqn, key.kind, (rank,), of=key, same=equal, **texts)
-        compared.append(one)
-    return compared
+        yield Compared(rule, key.step, distance, 0.0, key.fqn, key.kind, (rank,), of=key, same=equal, **texts)
 
 
 def _same_bits(shard: TensorSketch, other: TensorSketch | None) -> bool:

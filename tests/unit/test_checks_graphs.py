@@ -91,17 +91,14 @@ def test_a_correct_run_has_no_finding() -> None:
 
 def test_what_was_not_compiled_or_fused_or_over_the_wrong_ranks_is_found() -> None:
     (finding,) = check(ASYNC, correct(ASYNC), GraphTrace(graphs=(), calls=(), casts=(), workarounds=()))
-    assert (finding.rule, finding.ranks) == (NO_GRAPH.name, (1,))
-    assert finding.verdict is Verdict.INVARIANT
+    assert (finding.rule, finding.ranks, finding.verdict) == (NO_GRAPH.name, (1,), Verdict.INVARIANT)
     (finding,) = check(ASYNC, correct(ASYNC, graphs=(FORWARD, BACKWARD, FORWARD)))
     assert finding.rule == UNPAIRED.name
     (finding,) = check(ASYNC, correct(ASYNC, calls=()))
     assert finding.rule == NOTHING_FUSED.name
-    assert finding.found is not None
-    assert "1 x reduce_scatter of bfloat16 [4, 16, 128]: it sums several matmuls" in finding.found
+    assert "1 x reduce_scatter of bfloat16 [4, 16, 128]: it sums several matmuls" in (finding.found or "")
     (finding,) = check(PLAIN, correct(PLAIN, calls=calls(ASYNC)[:1]))
-    assert finding.rule == NUMBER.name
-    assert finding.expected == "0 a step"
+    assert (finding.rule, finding.expected) == (NUMBER.name, "0 a step")
     strayed = replace(FORWARD, fused=(replace(NODE, axis="dp_shard"),))
     (finding,) = check(ASYNC, correct(ASYNC, graphs=(strayed, BACKWARD)))
     assert (finding.rule, finding.values["operator"]) == (WRONG_RANKS.name, NODE.operator)
@@ -146,13 +143,11 @@ def test_wrong_rows_say_where_they_belong_if_anywhere() -> None:
     assert finding.verdict is Verdict.NUMERIC
     assert (finding.rule, finding.size) == (ROWS.name, 0.5)
     assert dict(finding.values) == {"operator": every[1].operator, "rows": 32, "total": 64}
-    assert finding.found is not None
-    assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in finding.found
+    assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in (finding.found or "")
     row = WrongRow(index=(3,), distance=float("nan"), holds_rank=None, holds_index=None)
     every = (replace(calls(ASYNC)[0], wrong_rows=1, example=row), *calls(ASYNC)[1:])
     (finding,) = check(ASYNC, correct(ASYNC, calls=every))
-    assert finding.found is not None
-    assert "matches no other row" in finding.found
+    assert "matches no other row" in (finding.found or "")
 
 
 def test_one_code_has_one_set_of_constants_on_every_rank() -> None:
@@ -177,16 +172,8 @@ def test_one_code_has_one_set_of_constants_on_every_rank() -> None:
 )
 def test_generated_code_is_held_against_its_graph(dtype: str, clean: float, wrong: float) -> None:
     case = parse_case_id("tp2-tensorwise-inductor-v2048-s2-b16")
-    near = GeneratedResult(
-        step=2,
-        order=3,
-        phase="forward",
-        fqn="feed_forward.w1",
-        tensor="a",
-        dtype=dtype,
-        distance=clean,
-        farthest_row=2 * clean,
-    )
+    place: dict[str, Any] = {"step": 2, "order": 3, "phase": "forward", "fqn": "feed_forward.w1", "tensor": "a"}
+    near = GeneratedResult(**place, dtype=dtype, distance=clean, farthest_row=2 * clean)
     graphs = replace(correct(case), graphs=PLAIN_GRAPHS, generated=(near,), gradients=(SAME,))
     assert check(case, graphs, graphs) == []
     assert check(case, graphs, replace(graphs, emulates_roundings=True)) == [] or clean > 0
