@@ -187,9 +187,8 @@ def test_a_local_scale_and_a_stale_one_are_found_to_the_last_bit() -> None:
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_rows_scaled_by_another_power_are_found(factor: float) -> None:
     right = own_rows(1, 2).scale.maximum * factor
-    wrong = cast(1, 2, make_scale(right, (16, 1)))
     casts = with_one(own_rows)
-    casts[1][1] = wrong
+    casts[1][1] = cast(1, 2, make_scale(right, (16, 1)))
     assert RULES.amax.name in rules(check(ROWWISE, casts))
 
 

@@ -22,8 +22,7 @@ def test_of_half_a_batch_some_rank_has_no_labels_and_of_an_unequal_one_each_has_
 ) -> None:
     case = make_case(dp_shard=ranks, global_batch=ranks * of_a_rank, ignored_tokens="half")
     labels = labels_of_ranks(case)
-    assert labels[-1] == 0
-    assert labels[0] >= case.train.seq_len
+    assert labels[-1] == 0 and labels[0] >= case.train.seq_len
     assert sum(labels) == case.train.valid_tokens
     case = make_case(dp_shard=ranks, global_batch=ranks * of_a_rank, seq_len=64, ignored_tokens="unequal")
     labels = labels_of_ranks(case)
