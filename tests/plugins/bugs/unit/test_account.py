@@ -19,6 +19,7 @@ import harness.plugins.bugs
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, SCOPE, checked_value
 from harness.matrix.caseid import case_id
+from harness.plugins.bugs.draft import SIZES
 from harness.plugins.bugs.importing import ImportOptions, Job, read_job
 from harness.plugins.bugs.report import read_report
 from harness.plugins.bugs.sections import imported_document, imported_sections
@@ -218,16 +219,8 @@ DAY = datetime.date(2026, 11, 28)
 PLUGIN_FOLDER = Path(next(iter(harness.plugins.bugs.__path__)))
 ROWS = [(fact, row) for fact, rows in table()["fact"].items() for row in rows]
 TOOLS = {
-    "torchtitan",
-    "torchao",
-    "torch",
-    "accelerate",
-    "transformers",
-    "axolotl",
-    "automodel",
-    "megatron",
-    "torchtune",
-}
+    "torchtitan", "torchao", "torch", "accelerate", "transformers", "axolotl", "automodel", "megatron", "torchtune"
+}  # fmt: skip
 FIELDS = {"kind", "values", "silent", "since", "until"}
 
 
@@ -246,17 +239,8 @@ def test_a_row_has_tools_and_values_that_a_case_can_have() -> None:
 
 def test_every_fact_is_read() -> None:
     source = "".join((PLUGIN_FOLDER / f"{name}.py").read_text() for name in ("draft", "fitting", "reading"))
-    sizes = {
-        "layers",
-        "heads",
-        "kv_heads",
-        "ffn_dim",
-        "dim",
-        "vocab_size",
-        "pp",
-        "dp_replicate",
-    }  # taken by their lists
-    assert {fact for fact in table()["fact"] if f'"{fact}"' not in source} <= sizes | {"dp_shard", "seq_len"}
+    listed = {*SIZES, "pp", "dp_replicate", "dp_shard", "seq_len"}  # taken by their lists
+    assert {fact for fact in table()["fact"] if f'"{fact}"' not in source} <= listed
 
 
 def test_a_key_has_one_meaning() -> None:
@@ -314,12 +298,9 @@ def test_what_a_name_is_about(name: str, about: str) -> None:
 
 
 def test_only_the_value_without_effect_has_none() -> None:
-    assert has_no_effect("fsdp_config.offload_params", "false") and not has_no_effect(
-        "fsdp_config.offload_params", "true"
-    )
-    assert is_toml_of_torchtitan("a.quantize.linear.float8.recipe_name") and not is_toml_of_torchtitan(
-        "fp8.recipe_name"
-    )
+    offload, recipe = "fsdp_config.offload_params", "a.quantize.linear.float8.recipe_name"
+    assert has_no_effect(offload, "false") and not has_no_effect(offload, "true")
+    assert is_toml_of_torchtitan(recipe) and not is_toml_of_torchtitan("fp8.recipe_name")
 
 
 def test_a_section_covers_nothing_that_matters_unless_it_is_apart() -> None:

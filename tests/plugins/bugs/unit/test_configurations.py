@@ -58,6 +58,8 @@ fp8_config:
 mixed_precision: fp8
 num_processes: 4
 """
+WRAPPED = "quantize_(model, MXFP8TrainingOpConfig({}))"
+RECIPE = "quantize_(model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.{}))"
 
 
 @pytest.mark.parametrize(
@@ -154,19 +156,6 @@ def test_flags_of_torchtitan(given: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "expected"),
-    [
-        (MEGATRON, "run.sh", "fsdp2-tp4-bf16-ac.full-kvheads.4-v2048-vpad100-gb4-b16"),
-        (TORCHAO, "train.py", "fsdp2-rowwise-graph-v2048-gb4-b16"),
-        (ACCELERATE, "fsdp.yaml", "fsdp4-tensorwise-ag.fp8-pad-ac.full-v2048-b16"),
-    ],
-)
-def test_other_tools(text: str, where: str, expected: str) -> None:
-    shards = {"dp_shard": 2} if text == TORCHAO else {}
-    assert case_id(configured_case(text, where=where, **shards)) == expected
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         ("--parallelism.expert_tensor_parallel_degree 2", "expert tensor parallelism"),
@@ -181,11 +170,14 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
         ("--float8.recipe_name rowwise --float8.recipe_name tensorwise", "which is it"),
         ("tensor_parallel_degree", "holds no option"),
         ("--tp", "which tp is it"),
+        (WRAPPED.format("kernel_preference=KernelPreference.EMULATED"), "emulated MXFP8"),
+        (RECIPE.format("MXFP8_EMULATED_RCEIL"), "emulated MXFP8"),
+        (WRAPPED.format("scale_calculation_mode=ScaleCalculationMode.FLOOR, wgrad_with_hp=True"), "which of both"),
     ],
 )
 def test_what_no_case_has_is_refused_by_name(given: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message) as raised:
-        configured(given, where="flags")
+        configured(given, where="train.py" if "(" in given else "flags")
     assert raised.value.fix
 
 
@@ -208,25 +200,6 @@ data_parallel_shard_degree = 2
 pipeline_parallel_degree = 4
 pipeline_parallel_schedule = "Interleaved1F1B"
 """
-
-
-@pytest.mark.parametrize(
-    ("given", "where", "expected"),
-    [
-        (TITAN_PIPELINE, "train.toml", "pp4-fsdp2-interleaved-tensorwise-head.fp8-ac.layer2-dim.256-layers.8-heads.16"),
-        (
-            "torchrun --nproc_per_node 4 pretrain_gpt.py --pipeline-model-parallel-size 2 --bf16",
-            "run.sh",
-            "pp2-fsdp2-bf16",
-        ),
-    ],
-)
-def test_a_pipeline_gets_the_blocks_and_microbatches_that_fill_it(given: str, where: str, expected: str) -> None:
-    case = configured_case(given, where=where, **ANSWERS)
-    assert case_id(case).startswith(expected)
-    assert case.train.accumulation % case.layout.pp == 0 and not exclusions(case)
-
-
 TITAN_CONTEXT = """[parallelism]
 data_parallel_shard_degree = 2
 context_parallel_degree = 8
@@ -239,6 +212,12 @@ enable = true
 @pytest.mark.parametrize(
     ("given", "where", "expected"),
     [
+        (TITAN_PIPELINE, "train.toml", "pp4-fsdp2-interleaved-tensorwise-head.fp8-ac.layer2-dim.256-layers.8-heads.16"),
+        (
+            "torchrun --nproc_per_node 4 pretrain_gpt.py --pipeline-model-parallel-size 2 --bf16",
+            "run.sh",
+            "pp2-fsdp2-bf16",
+        ),
         (TITAN_CONTEXT, "train.toml", "fsdp8-cp4-bf16"),
         (
             "torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --context-parallel-size 2",
@@ -247,10 +226,12 @@ enable = true
         ),
     ],
 )
-def test_ranks_that_share_sequences_are_ranks_of_fsdp(given: str, where: str, expected: str) -> None:
+def test_a_pipeline_is_filled_and_ranks_that_share_sequences_are_ranks_of_fsdp(
+    given: str, where: str, expected: str
+) -> None:
     case = configured_case(given, where=where, **ANSWERS)
-    assert case_id(case).startswith(expected)
-    assert case.local_seq_len >= 16 and not exclusions(case)
+    assert case_id(case).startswith(expected) and not exclusions(case)
+    assert case.train.accumulation % case.layout.pp == 0 and case.local_seq_len >= 16
 
 
 TITAN_EXPERTS = """
@@ -275,14 +256,18 @@ MEGATRON_EXPERTS = """torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model
 @pytest.mark.parametrize(
     ("given", "where", "expected"),
     [
+        (MEGATRON, "run.sh", "fsdp2-tp4-bf16-ac.full-kvheads.4-v2048-vpad100-gb4-b16"),
+        (TORCHAO, "train.py", "fsdp2-rowwise-graph-v2048-gb4-b16"),
+        (ACCELERATE, "fsdp.yaml", "fsdp4-tensorwise-ag.fp8-pad-ac.full-v2048-b16"),
         (MEGATRON_EXPERTS, "run.sh", "fsdp4-tp2-ep4-bf16-moe8-top6-sigmoid-balance-v2048-b16"),
         (TITAN_EXPERTS, "train.toml", "fsdp4-tp2-ep8-rowwise-gmm.fp8-head.fp8-ac.layer2-moe8-v2048-b16"),
         ("torchrun --nproc_per_node 4 train.py --ep-size 2 --num-experts 4", "run.sh", "fsdp4-ep2-bf16-moe4-v2048-b16"),
         ("torchrun --nproc_per_node 2 train.py --expert-parallel-degree 1 --tp 2", "run.sh", "tp2-bf16-v2048-gb2-b16"),
     ],
 )
-def test_experts_of_other_tools(given: str, where: str, expected: str) -> None:
-    assert case_id(configured_case(given, where=where, **({"experts": 8} if "deepseek" in given else {}))) == expected
+def test_other_tools(given: str, where: str, expected: str) -> None:
+    answers = {"dp_shard": 2} if given == TORCHAO else {"experts": 8} if "deepseek" in given else {}
+    assert case_id(configured_case(given, where=where, **answers)) == expected
 
 
 def test_how_many_experts_is_asked_where_only_their_ranks_are_given() -> None:
@@ -294,8 +279,6 @@ TITAN_MXFP8 = """
 config.parallelism = ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=1)
 config.model_spec = model_registry("debugmodel", converters=[MXFP8LinearConverter.Config(model_compile_enabled=True)])
 """
-WRAPPED = "quantize_(model, MXFP8TrainingOpConfig({}))"
-RECIPE = "quantize_(model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.{}))"
 
 
 @pytest.mark.parametrize(
@@ -314,19 +297,6 @@ RECIPE = "quantize_(model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe
 def test_mxfp8(given: str, expected: tuple[str, str, bool]) -> None:
     float8 = configured_case(given, where="train.py").float8
     assert (float8.recipe, float8.conversion, float8.convert_after_tp) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (WRAPPED.format("kernel_preference=KernelPreference.EMULATED"), "emulated MXFP8"),
-        (RECIPE.format("MXFP8_EMULATED_RCEIL"), "emulated MXFP8"),
-        (WRAPPED.format("scale_calculation_mode=ScaleCalculationMode.FLOOR, wgrad_with_hp=True"), "which of both"),
-    ],
-)
-def test_mxfp8_that_no_case_has(given: str, message: str) -> None:
-    with pytest.raises(HarnessError, match=message):
-        configured(given, where="train.py")
 
 
 def test_what_changes_no_number_is_noted() -> None:

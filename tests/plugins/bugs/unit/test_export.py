@@ -138,11 +138,11 @@ def test_a_script_has_the_values_of_the_failure() -> None:
 )
 def test_each_kind_of_failure_is_detected_in_its_own_way(signature: FailureSignature, detects: str) -> None:
     assert what_detects(signature) == detects
+    with_parity = FailureSignature(kind="traffic/amax-missing", what="tp")
+    assert what_detects(with_parity, ["parity"]) == "gradients", "other failures of numbers, by their gradients"
 
 
 def test_gradients_under_tp_are_compared_in_float32() -> None:
-    with pytest.raises(HarnessError, match=r"MXFP8 cannot be exported: a script has no casts of blocks.*Fix: report"):
-        exported_case(parse_case_id("fsdp2-mxfp8-v2048-b16"))
     assert exported_case(parse_case_id("tp2-tensorwise-v2048-b16")).train.dtype == "float32"
     assert exported_case(parse_case_id("tp2-rowwise-v2048-f64")).train.dtype == "bfloat16"
     assert exported_case(parse_case_id("fsdp2-tensorwise-v2048-b16")).train.dtype == "bfloat16"
@@ -168,13 +168,17 @@ def test_what_a_script_cannot_tell_is_refused_by_name(kind: str) -> None:
         script_text("tp2-tensorwise-v2048-f32", FailureSignature(kind=kind, what="it is wrong"))
 
 
-def test_other_failures_of_numbers_are_told_by_their_gradients() -> None:
-    assert what_detects(FailureSignature(kind="traffic/amax-missing", what="tp"), ["parity"]) == "gradients"
-
-
-def test_async_tp_is_refused_but_for_its_scattered_rows() -> None:
-    with pytest.raises(HarnessError, match="async TP cannot be exported"):
-        script_text(ATP, SCALES)
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("fsdp2-mxfp8-v2048-b16", r"MXFP8 cannot be exported: a script has no casts of blocks.*Fix: report"),
+        (ATP, "async TP cannot be exported"),  # but for its scattered rows
+        ("target.my_model-tp2-tensorwise-v2048-f32", "target my_model cannot be exported"),
+    ],
+)
+def test_what_no_script_has_is_refused(case: str, message: str) -> None:
+    with pytest.raises(HarnessError, match=message):
+        script_text(case, SCALES)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +189,6 @@ def test_what_no_script_does_is_refused(axis: str) -> None:
     dtype = {"clip0.5": "f64", "param.b16": "b16"}.get(axis, "f32")
     with pytest.raises(HarnessError, match=r"cannot be exported: .* Fix: export the case without"):
         exported_case(parse_case_id(f"{words}-{dtype}"))
-
-
-def test_a_target_of_ones_own_is_refused() -> None:
-    with pytest.raises(HarnessError, match="target my_model cannot be exported"):
-        script_text("target.my_model-tp2-tensorwise-v2048-f32", SCALES)
 
 
 def test_the_pattern_of_an_error_finds_it_with_other_numbers() -> None:
@@ -209,12 +208,8 @@ def test_the_pattern_of_an_error_finds_it_with_other_numbers() -> None:
 )
 def test_the_outcome_of_a_script(output: str, outcome: str) -> None:
     assert script_outcome(output).outcome == outcome
-
-
-def test_a_planted_fault_becomes_a_file() -> None:
-    text = exported_fault("amax_without_abs")
-    assert unknown_names(text) == set()
-    assert "harness" not in text
+    several = "rank 1: FAULT: y\nrank 0: fixed\nrank 2: FAULT: z\n"
+    assert script_outcome(several) == ("FAULT", "rank 1: FAULT: y")  # the first that printed its outcome
 
 
 @pytest.mark.parametrize("name", ["row_scales_of_another_rank", "one_gradient_lost", "loss_over_local_tokens"])
@@ -225,19 +220,14 @@ def test_a_planted_fault_that_needs_the_harness_is_refused(name: str) -> None:
 
 @pytest.mark.plugin("faults")
 def test_every_planted_fault_is_a_file_or_refused() -> None:
-
     files = 0
+    assert "harness" not in exported_fault("amax_without_abs")
     for name in all_faults():
         with contextlib.suppress(HarnessError):
             text = exported_fault(name)
             files += 1
             assert unknown_names(text) == set(), name
     assert files >= 98
-
-
-def test_of_several_ranks_the_first_that_printed_its_outcome_is_reported() -> None:
-    output = "rank 1: FAULT: y\nrank 0: fixed\nrank 2: FAULT: z\n"
-    assert script_outcome(output) == ("FAULT", "rank 1: FAULT: y")
 
 
 pytestmark = pytest.mark.programs

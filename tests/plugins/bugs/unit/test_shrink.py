@@ -141,9 +141,8 @@ def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path)
             return super().run(cases)
 
     small = shrink(case, ThreeSlots(of_uneven_shards).run, Journal(tmp_path / "j"))
-    assert small.complete and [
-        attempt.changes["dp_shard"] for attempt in small.needed if "dp_shard" in attempt.changes
-    ] == [1, 2]
+    shards = [attempt.changes["dp_shard"] for attempt in small.needed if "dp_shard" in attempt.changes]
+    assert small.complete and shards == [1, 2]
 
 
 def test_another_failure_is_not_taken(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert shrink(LARGE, ModelOfABug(fails).run, Journal(journal)).ran == 0
 
 
-def test_a_budget_that_ends_with_the_first_run_names_no_smallest_case(tmp_path: Path) -> None:
+def test_a_budget_ends_it_with_the_smallest_so_far_or_without_one(tmp_path: Path) -> None:
     fails = needs(tp=2)
     smallest = shrink(LARGE, ModelOfABug(fails).run, Journal(tmp_path / "j"), budget_s=1e-9)
     assert not smallest.complete
@@ -180,11 +179,7 @@ def test_a_budget_that_ends_with_the_first_run_names_no_smallest_case(tmp_path: 
     text = text_of(shrunk_sections(smallest))
     assert "not shrunk: the budget ended with the first run" in text and "give a larger --budget-s" in text
     assert "smallest case" not in text
-
-
-def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
-    whole = shrunk(needs(tp=2), tmp_path)
-    text = text_of(shrunk_sections(msgspec.structs.replace(whole, complete=False)))
+    text = text_of(shrunk_sections(msgspec.structs.replace(shrunk(fails, tmp_path), complete=False)))
     assert "smallest case so far: " in text and "the budget ended it" in text
 
 
@@ -257,7 +252,8 @@ def sizes(draw: st.DrawFn) -> Sizes:
 
 @given(sizes())
 @settings(max_examples=examples(200))
-def test_nothing_grows_and_at_most_eight_ranks_are_left(given_sizes: Sizes) -> None:
+def test_a_smaller_run_keeps_its_conditions_or_says_what_it_does_not_keep(given_sizes: Sizes) -> None:
+    """Nothing grows, at most eight ranks are left, and degrees, layers and sequences stay several."""
     small, arithmetic = made_smaller(given_sizes)
     assert small.world_size <= MAX_RANKS
     for name in Sizes.__struct_fields__:
@@ -265,21 +261,9 @@ def test_nothing_grows_and_at_most_eight_ranks_are_left(given_sizes: Sizes) -> N
         assert 1 <= after <= before
         assert (name in arithmetic) == (before != after)
     assert small.dim % small.heads == 0 and small.dim // small.heads % 2 == 0
-
-
-@given(sizes())
-@settings(max_examples=examples(200))
-def test_degrees_layers_and_tokens_keep_their_conditions(given_sizes: Sizes) -> None:
-    small, _ = made_smaller(given_sizes)
-    before, after = traits(given_sizes), traits(small)
-    assert after["degrees"] == before["degrees"] and after["layers"] == before["layers"]
+    kept, conditions = traits(given_sizes), traits(small)
+    assert conditions["degrees"] == kept["degrees"] and conditions["layers"] == kept["layers"]
     assert (small.local_batch > 1) == (given_sizes.local_batch > 1)
-
-
-@given(sizes())
-@settings(max_examples=examples(200))
-def test_what_is_not_kept_is_told(given_sizes: Sizes) -> None:
-    small, arithmetic = made_smaller(given_sizes)
     for name in set(lost(given_sizes, small)) & {"dim", "ffn_dim", "vocab_size"} & set(arithmetic):
         assert "not every remainder could be kept" in arithmetic[name]
 
