@@ -67,20 +67,17 @@ def test_only_a_raise_of_the_target_itself_in_build_is_a_refusal() -> None:
     assert refusal_words([], any_error=True) is None
     in_step = make_failure(message="ValueError: tp must be 1", traceback=RAISED, phase="step 1")
     assert refusal_words([refused, in_step], any_error=True) is None
-    deeper = RAISED.replace(
-        "ValueError: tp", '  File "/v/site-packages/torch/x.py", line 1, in f\n    x\nValueError: tp'
-    )
-    assert (
-        refusal_words([make_failure(message="ValueError: x", traceback=deeper, phase="build")], any_error=True) is None
-    )
+    inside = '  File "/v/site-packages/torch/x.py", line 1, in f\n    x\nValueError: tp'
+    deeper = make_failure(message="ValueError: x", traceback=RAISED.replace("ValueError: tp", inside), phase="build")
+    assert refusal_words([deeper], any_error=True) is None
     fault = make_failure(message="TypeError: x", traceback=RAISED.replace("raise ValueError", "call"), phase="build")
     assert refusal_words([fault], any_error=True) is None
     assert refusal_words([refused], any_error=False) is None
-    without = make_failure(
-        message="NotImplementedError: this trainer has FSDP2 only",
-        traceback=RAISED.replace("ValueError", "NotImplementedError"),
-        phase="build",
+    said, raised = (
+        "NotImplementedError: this trainer has FSDP2 only",
+        RAISED.replace("ValueError", "NotImplementedError"),
     )
+    without = make_failure(message=said, traceback=raised, phase="build")
     assert refusal_words([without], any_error=False) == "this trainer has FSDP2 only"
 
 
@@ -103,17 +100,8 @@ def ran(layout: str = "single", *findings: Finding, **changes: Any) -> TargetRun
 
 
 def report(*runs: TargetRun) -> TargetReport:
-    return TargetReport(
-        schema=1,
-        target="mine",
-        file="/mine.py",
-        runs=runs,
-        built=(),
-        notes=(),
-        software={},
-        interrupted=False,
-        seconds=9.0,
-    )
+    empty: dict[str, Any] = {"built": (), "notes": (), "software": {}}
+    return TargetReport(schema=1, target="mine", file="/mine.py", runs=runs, interrupted=False, seconds=9.0, **empty)
 
 
 CAUSE = a_finding(check="parity", message="loss is twice as large", fix="divide it")

@@ -187,10 +187,8 @@ def test_junit_says_what_the_table_says() -> None:
     said = make_failure(message="NotImplementedError: no TP yet", traceback=raised, phase="build")
     by_target = result(verdict=Verdict.CRASH, failures=(said,), findings=(WRONG,), measured=None)
     by_rule = result(name=REFUSED, measured=None, losses=(), grad_norms=())
-    loose, unjudged = (
-        result(math.nan, name="fsdp2-rowwise-v2048-b16"),
-        result(allowed=None, name="fsdp4-rowwise-v2048-b16"),
-    )
+    loose = result(math.nan, name="fsdp2-rowwise-v2048-b16")
+    unjudged = result(allowed=None, name="fsdp4-rowwise-v2048-b16")
     wrong = replace(ROWS["wrong"], case_id="tp4-rowwise-v2048-s2-b16")
     results = (by_target, by_rule, loose, unjudged, wrong)
     study = parity(*results)
@@ -199,11 +197,9 @@ def test_junit_says_what_the_table_says() -> None:
         testcase.get("name"): [(child.tag, child.get("message")) for child in testcase if child.get("message")]
         for testcase in root.iter("testcase")
     }
-    assert children[by_target.case_id] == [("skipped", "no TP yet")]
-    assert children[by_rule.case_id] == []
-    assert [tag for tag, _ in children[loose.case_id]] == ["failure"]
-    assert [tag for tag, _ in children[unjudged.case_id]] == ["error"]
-    assert [tag for tag, _ in children[wrong.case_id]] == ["failure"]
+    assert children[by_target.case_id] == [("skipped", "no TP yet")] and children[by_rule.case_id] == []
+    tags = [[tag for tag, _ in children[case.case_id]] for case in (loose, unjudged, wrong)]
+    assert tags == [["failure"], ["error"], ["failure"]]
     counts = {name: root.get(name) for name in ("tests", "failures", "errors", "skipped")}
     assert counts == {"tests": "5", "failures": "2", "errors": "1", "skipped": "1"}
 
@@ -250,28 +246,6 @@ def numbers(digest: str = "a", *, solo: float = 8.0, **changes: Any) -> CaseResu
     return replace(plain, measured=replace(plain.measured, digests=digests, curves=curves))
 
 
-@pytest.mark.parametrize(
-    ("now", "then", "word"),
-    [
-        (numbers(), numbers(), "same bits"),
-        (numbers("b"), numbers(), "rounding"),
-        (numbers("b", solo=8.1), numbers(), "moved"),
-        (numbers("b", losses=(9.0, 7.5)), numbers(solo=8.1), "moved"),
-        (result(), numbers(), "not compared"),  # without digests
-        (ROWS["wrong"], numbers(), "now wrong"),
-        (ROWS["wrong"], ROWS["wrong"], "wrong in both"),
-        (numbers(), ROWS["wrong"], "now right"),
-        (numbers(), ROWS["infra"], "not compared"),
-        (ROWS["wrong"], ROWS["infra"], "not compared"),
-        (ROWS["not run"], numbers(), "not compared"),
-        (ROWS["wrong"], None, "new"),
-    ],
-)
-def test_what_became_of_a_layout_since_the_base(now: CaseResult, then: CaseResult | None, word: str) -> None:
-    base = Base(name="abc (main)", results={} if then is None else {NAME: then})
-    assert _beside(base, now).change == word
-
-
 def other(found: str, build: str = "20261120", unreleased: str = "torch nightly") -> CaseResult:
     """A layout that only differs from a formula, with a build that is no release."""
     finding = replace(WRONG, formula="traffic", found=found, differs=f"torch 2.16.0.dev{build} differs")
@@ -281,6 +255,19 @@ def other(found: str, build: str = "20261120", unreleased: str = "torch nightly"
 @pytest.mark.parametrize(
     ("now", "then", "word", "code"),
     [
+        (numbers(), numbers(), "same bits", ExitCode.GOOD),
+        (numbers("b"), numbers(), "rounding", ExitCode.GOOD),
+        (numbers("b", solo=8.1), numbers(), "moved", ExitCode.GOOD),
+        (numbers("b", losses=(9.0, 7.5)), numbers(solo=8.1), "moved", ExitCode.GOOD),
+        (result(), numbers(), "not compared", ExitCode.GOOD),  # without digests
+        (ROWS["wrong"], numbers(), "now wrong", ExitCode.FAILED),
+        (ROWS["wrong"], ROWS["wrong"], "wrong in both", ExitCode.FAILED),
+        (numbers(), ROWS["wrong"], "now right", ExitCode.GOOD),
+        (numbers(), ROWS["infra"], "not compared", ExitCode.GOOD),
+        (ROWS["wrong"], ROWS["infra"], "not compared", ExitCode.FAILED),
+        (ROWS["not run"], numbers(), "not compared", ExitCode.NOTHING_RAN),
+        (ROWS["wrong"], None, "new", ExitCode.FAILED),
+        # with a nightly a new difference from a formula counts
         (other("28"), numbers(), "now differs", ExitCode.CHANGED),
         (other("42"), other("28", "20261119"), "now differs", ExitCode.CHANGED),
         (other("28"), other("28", "20261119"), "same bits", ExitCode.GOOD),
@@ -289,10 +276,10 @@ def other(found: str, build: str = "20261120", unreleased: str = "torch nightly"
         (other("28"), None, "new", ExitCode.GOOD),
     ],
 )
-def test_with_a_nightly_a_new_difference_from_a_formula_counts(
+def test_what_became_of_a_layout_since_the_base(
     now: CaseResult, then: CaseResult | None, word: str, code: ExitCode
 ) -> None:
-    beside = _beside(Base(name="yesterday", results={} if then is None else {NAME: then}), now)
+    beside = _beside(Base(name="abc (main)", results={} if then is None else {NAME: then}), now)
     assert beside.change == word
     assert exit_code_of((beside,), make_results(now)) is code
 
@@ -362,13 +349,10 @@ def test_a_golden_is_written_without_a_lost_bit(tmp_path: Path) -> None:
     assert tuple(point.grad_norm.value for point in points if point.grad_norm is not None) == golden.grad_norms
 
 
-def test_a_golden_file_of_torchtitan_is_read(tmp_path: Path) -> None:
+def test_a_golden_file_of_torchtitan_is_read_and_older_ones_have_losses_alone(tmp_path: Path) -> None:
     their_curve = read(tmp_path, THEIRS)
     assert their_curve.job == "llama3_debugmodel" and their_curve.case is None
     assert their_curve.points[0].loss.value == 8.023969650268555
-
-
-def test_older_files_have_losses_alone(tmp_path: Path) -> None:
     older = read(tmp_path, "1 8.1309\n2 7.84\n")
     assert [point.loss for point in older.points] == [Number(8.1309, 5e-5), Number(7.84, 0.005)]
     assert older.points[0].grad_norm is None and older.job == ""
