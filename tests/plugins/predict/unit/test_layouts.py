@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,17 +126,15 @@ def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     by_axis = wire(case, gpus_per_node=8)
     assert sum(traffic.payload_bytes for traffic in by_axis) == sum(term.payload_bytes for term in terms)
     assert sum(traffic.calls for traffic in by_axis) == sum(term.times for term in terms)
-    assert sum(traffic.amax_reductions for traffic in by_axis) == sum(
-        "amax" in term.purpose for term in terms for _ in [0] * term.times
-    )
+    reductions = sum(term.times for term in terms if "amax" in term.purpose)
+    assert sum(traffic.amax_reductions for traffic in by_axis) == reductions
     moments = [memory(case, rank=rank) for rank in range(case.layout.dp_shard * case.layout.tp)]
     item = 2 if case.train.parameter_dtype == "bfloat16" else 8 if case.train.dtype == "float64" else 4
     replicated = [weight for unit in fsdp_units(case, 0) for weight in unit.weights if "norm" in weight.fqn]
     repeated = (case.layout.tp - 1) * sum(weight.rows for weight in replicated)
     if not case.model.bias:  # biases of rowwise linears are on every TP rank
-        assert sum(moment.optimizer for moment in moments) == case.train.update.states * item * (
-            parameter_count(case) + repeated
-        )
+        states = case.train.update.states * item * (parameter_count(case) + repeated)
+        assert sum(moment.optimizer for moment in moments) == states
     assert all(moment.peak >= moment.before_backward >= moment.state for moment in moments)
     assert moments[0].optimizer == max(moment.optimizer for moment in moments)
 
@@ -197,9 +196,10 @@ def test_what_the_command_refuses(words: tuple[str, ...], message: str, capsys: 
     assert message in capsys.readouterr().err
 
 
-def test_a_model_without_formulas() -> None:
+@pytest.mark.parametrize("predict", [simulate, predicted_gains])
+def test_a_model_without_formulas(predict: Callable[..., object]) -> None:
     with pytest.raises(HarnessError, match="no formula for the model of my_pkg"):
-        simulate(make_case(target="my_pkg.my_target"), H100)
+        predict(make_case(target="my_pkg.my_target"), H100)
 
 
 B200 = machine("b200")
@@ -238,19 +238,10 @@ def test_a_token_meets_top_k_experts() -> None:
 
 def test_what_comes_back_is_what_calls_of_as_many_rows_send_back() -> None:
     case = mixture(checkpointing="full", accumulation=2, global_batch=8, dp_shard=2, ep=2)
+    empty: dict[str, Any] = {"tokens": b"", "chosen": b"", "weights": b"", "counts": (), "values": Rows()}
+    rows = (sent_rows(case),)
     calls = [
-        ExpertCall(
-            step=1,
-            fqn=f"layers.{layer}.moe",
-            phase=phase,
-            number=number,
-            tokens=b"",
-            chosen=b"",
-            weights=b"",
-            counts=(),
-            local_counts=(sent_rows(case),),
-            values=Rows(),
-        )
+        ExpertCall(step=1, fqn=f"layers.{layer}.moe", phase=phase, number=number, local_counts=rows, **empty)
         for number in range(case.train.accumulation)
         for layer in case.model.expert_layers
         for phase in PHASES
@@ -268,11 +259,9 @@ def test_an_imbalance_costs_time_and_memory() -> None:
     experts, case = simulate(mixture(**SHARED), B200).experts, mixture(**SHARED)
     assert experts is not None
     assert experts.rows == case.tokens_per_rank  # each of a half of them is sent to two experts
-    assert experts.more_s
-    assert experts.more_bytes
+    assert experts.more_s and experts.more_bytes
     whole = simulate(mixture(checkpointing="full", **SHARED), B200).experts
-    assert whole is not None
-    assert whole.more_bytes == 0  # a block that is recomputed whole saves its input alone
+    assert whole is not None and whole.more_bytes == 0  # a block that is recomputed whole saves its input alone
 
 
 def test_what_grouped_matmuls_gain_is_not_predicted() -> None:
