@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, parse_case_file
-from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.caseid import case_id
 from harness.matrix.choice import Price, carried, chosen_file, read_chosen
-from harness.matrix.records import KnownFault
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.tier import coverage, select, tier_spaces
 from harness.plugins.faults.faults import all_faults
@@ -52,10 +50,6 @@ def cost_s(cases: list[Case]) -> float:
     return sum(by_ranks(case).own_s for case in cases) + sum(shared.values())
 
 
-def recorded(where: str) -> KnownFault:
-    return make_known(where=where)
-
-
 def test_a_choice_covers_what_a_covering_array_covers_and_costs_less() -> None:
     file = small()
     array = select(file)
@@ -67,10 +61,8 @@ def test_a_choice_covers_what_a_covering_array_covers_and_costs_less() -> None:
 
 
 def test_more_rounds_never_cost_more_and_a_choice_is_always_the_same() -> None:
-    costs = [
-        cost_s([chosen_case.case for chosen_case in choose(small(), by_ranks, known=(), faults=(), rounds=rounds)])
-        for rounds in (0, 10, 100)
-    ]
+    chosen = (choose(small(), by_ranks, known=(), faults=(), rounds=rounds) for rounds in (0, 10, 100))
+    costs = [cost_s([chosen_case.case for chosen_case in cases]) for cases in chosen]
     assert costs == sorted(costs, reverse=True)
     first, second = (choose(small(), by_ranks, known=(), faults=(), rounds=30) for _ in range(2))
     assert chosen_file("small", first) == chosen_file("small", second)
@@ -78,9 +70,7 @@ def test_more_rounds_never_cost_more_and_a_choice_is_always_the_same() -> None:
 
 def test_what_is_given_is_not_paid_for_again() -> None:
     spaces = tier_spaces(small(), ())
-    everything = [
-        spaces[0].case(row) for row in itertools.product(*map(range, spaces[0].sizes)) if _trains(spaces[0].case(row))
-    ]
+    everything = list(filter(_trains, map(spaces[0].case, itertools.product(*map(range, spaces[0].sizes)))))
     assert CheapCover(spaces, 2, everything, by_ranks).choose(0) == []
 
 
@@ -90,21 +80,17 @@ def _trains(case: Case) -> bool:
 
 def test_a_case_with_a_recorded_fault_that_has_a_fix_covers_and_costs_twice() -> None:
     file = small()
-    fault = msgspec.structs.replace(recorded("tp=8 recipe=rowwise"), fix="x.py:apply")
+    fault = make_known(where="tp=8 recipe=rowwise", fix="x.py:apply")
     chosen = [chosen_case.case for chosen_case in choose(file, by_ranks, known=[fault], faults=(), rounds=20)]
     assert coverage(select(file, known=[fault], chosen=chosen), 2).counts["known"] == 0
-    costs = {
-        case_id(chosen_case.case): chosen_case.cost_cpu_s
-        for chosen_case in choose(file, by_ranks, known=[fault], faults=(), rounds=0)
-    }
-    for name, cost_cpu_s in costs.items():
-        case = parse_case_id(name)
+    for chosen_case in choose(file, by_ranks, known=[fault], faults=(), rounds=0):
+        case = chosen_case.case
         twice = case.layout.tp == 8 and case.float8.recipe == "rowwise"
-        assert cost_cpu_s == by_ranks(case).own_s * (2 if twice else 1)
+        assert chosen_case.cost_cpu_s == by_ranks(case).own_s * (2 if twice else 1)
 
 
 def test_a_case_with_a_recorded_fault_covers_nothing_that_another_can() -> None:
-    file, fault = small(), recorded("tp=8 recipe=rowwise")
+    file, fault = small(), make_known(where="tp=8 recipe=rowwise")
     chosen = choose(file, by_ranks, known=[fault], faults=(), rounds=20)
     selection = select(file, known=[fault], chosen=[chosen_case.case for chosen_case in chosen])
     account = coverage(selection, 2)
@@ -135,10 +121,8 @@ def test_a_chosen_file_comes_back_and_a_damaged_one_names_its_line(tmp_path: Pat
     chosen = choose(small(), by_ranks, known=(), faults=(), rounds=0)
     path = tmp_path / "chosen.toml"
     path.write_bytes(chosen_file("small", chosen))
-    assert [(chosen_case.case, chosen_case.reason) for chosen_case in read_chosen(path)] == [
-        (chosen_case.case, chosen_case.reason) for chosen_case in chosen
-    ]
-    path = tmp_path / "chosen.toml"
+    read, wrote = ([(one.case, one.reason) for one in cases] for cases in (read_chosen(path), chosen))
+    assert read == wrote
     path.write_text('[[case]]\nid = "tp2-nonsense-v2048-f64"\n')
     with pytest.raises(HarnessError, match=r"chosen.toml:1: unknown token 'nonsense'"):
         read_chosen(path)
@@ -147,11 +131,8 @@ def test_a_chosen_file_comes_back_and_a_damaged_one_names_its_line(tmp_path: Pat
 def test_a_block_may_ask_for_smaller_worlds_and_for_pairs_that_are_not_combined() -> None:
     text = SMALL.replace("[matrix.axes]", 'pair_only = {tp = ["recipe"]}\n[matrix.axes]')
     file = parse_case_file(text, where="small.toml")
-    account = coverage(select(file), 2)
-    assert not [
-        entry for entry in account.tuples if {word.partition("=")[0] for word in entry.values} == {"tp", "dp_shard"}
-    ]
-    assert [entry for entry in account.tuples if {word.partition("=")[0] for word in entry.values} == {"tp", "recipe"}]
+    pairs = [{word.partition("=")[0] for word in entry.values} for entry in coverage(select(file), 2).tuples]
+    assert {"tp", "dp_shard"} not in pairs and {"tp", "recipe"} in pairs
     file = parse_case_file(SMALL.replace("[matrix.axes]", "max_world_size = 2\n[matrix.axes]"), where="small.toml")
     assert max(case.world_size for case in select(file).cases) == 2
 
