@@ -94,10 +94,7 @@ def test_what_tools_print_is_kept() -> None:
     assert bug.bug.versions == {"torchao": "0.12.0", "torch": "2.8.0+cu128"}
     assert bug.bug.reported is None and bug.bug.hardware == "2 x H100 80GB HBM3"
     assert case_of(imported(report)).checkpointing.mode == "full" and case_of(imported(report)).train.steps == 12
-
-
-def test_the_symptom_is_what_a_log_shows() -> None:
-    text = head("pytorch/ao", 7, "It hangs, then NaN")
+    text = head("pytorch/ao", 7, "It hangs, then NaN")  # the symptom is what a log shows
     assert imported(text).bug.bug.symptom == "unknown"
     assert imported(text + fenced("ValueError: x")).bug.bug.symptom == "crash"
 
@@ -298,20 +295,14 @@ ValueError: cannot read /home/ann/private/model.bin with token: ghp_0123456789ab
 
 def test_secrets_folders_and_escapes_never_leave_a_report() -> None:
     imported_bug = imported(SECRETS)
-    printed = (
-        text_of(imported_sections(imported_bug, file=None))
-        + to_json(imported_document(imported_bug, file=None)).decode()
-    )
-    shown = write_bug_file(imported_bug.bug) + printed
+    printed = text_of(imported_sections(imported_bug, file=None))
+    shown = write_bug_file(imported_bug.bug) + printed + to_json(imported_document(imported_bug, file=None)).decode()
     for secret in ("hf_", "ghp_", "0123456789abcdef", "/home", "ann@", "WANDB", "HF_TOKEN", "\x1b", "\x07"):
         assert secret not in shown, secret
     assert imported_bug.bug.stated["tp"] == "--tensor_parallel_degree 2"
+    assert clean_words("FSDP=16, TP=8 and MY_KEY=abc") == "FSDP=16, TP=8 and …", "words of a mesh are no assignment"
     assert "model.bin" in imported_bug.bug.bug.message
     assert [line.words for line in imported_bug.job.account.not_understood] == ["MY_HOST=…"]
-
-
-def test_words_of_a_mesh_are_no_assignment() -> None:
-    assert clean_words("FSDP=16, TP=8 and MY_KEY=abc") == "FSDP=16, TP=8 and …"
 
 
 @pytest.mark.parametrize(
