@@ -202,20 +202,16 @@ def _bug_path(bug_id: str, output: Path | None, *, force: bool) -> Path:
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the bug files of the project."""
     bugs = read_bugs(project.bugs)
-    options.print_or_write(
-        sections.bugs_sections(bugs), json_file, [sections.bug_document(bug_file) for bug_file in bugs]
-    )
+    options.print_or_write(sections.bugs_sections(bugs), json_file, list(map(sections.bug_document, bugs)))
 
 
 # What commands that run a case of a bug share.
-_inject_option = click.option(
-    "--inject",
-    metavar="FILE.py:FUNCTION",
-    multiple=True,
-    help="What makes the case fail: FILE.py:FUNCTION, fault:NAME, or planted: the faults of the bug file. Repeatable.",
-)
+_INJECT = "What makes the case fail: FILE.py:FUNCTION, fault:NAME, or planted: the faults of the bug file. Repeatable."
 _trial_options = options.compose_options(
-    click.argument("case", metavar="CASE"), _inject_option, options.plan_parameter, options.project_parameter
+    click.argument("case", metavar="CASE"),
+    click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
+    options.plan_parameter,
+    options.project_parameter,
 )
 
 
@@ -265,11 +261,9 @@ def _reproduced_with(wanted: str, project: Project, versions_for: Callable[..., 
     if not version:
         raise HarnessError("this is not PACKAGE==VERSION.", where=f"--with {wanted}", fix="write torchao==0.17.0.")
     python = versions_for(project, package).environment(version).python
-    of_versions = {"wanted", "environments", "index"}
-    words = given_words(click.get_current_context().params.keys() - of_versions)
-    return subprocess.call(
-        [str(python), "-P", "-m", "harness", *options.before_command().words, "bug", "repro", *words]
-    )
+    words = given_words(click.get_current_context().params.keys() - {"wanted", "environments", "index"})
+    before = options.before_command().words
+    return subprocess.call([str(python), "-P", "-m", "harness", *before, "bug", "repro", *words])
 
 
 @_with_trial
@@ -290,9 +284,8 @@ def _reproduced(
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     known = known_in(result.findings, matching(known_here(project), named.case))
-    reproduction = reproduced(
-        named, trial_result(result), installed=installed, device=device, like=earlier, known=known
-    )
+    found = trial_result(result)
+    reproduction = reproduced(named, found, installed=installed, device=device, like=earlier, known=known)
     options.print_report(sections.reproduced_sections(reproduction), json_file, reproduction)
     return reproduction
 
@@ -301,11 +294,9 @@ def tell_other_failure(named: NamedCase, result: TrialResult) -> None:
     """Warn that what follows is about another failure than the one of the bug file."""
     reproduction = reproduced(named, result, installed={}, device="")
     if reproduction.answer == "another failure":
-        click.echo(
-            f"fp8-harness: warning: {result.case_id}: another failure than the reported one: "
-            f"expected {reproduction.expected}, found {result.text}.",
-            err=True,
-        )
+        other = f"{result.case_id}: another failure than the reported one"
+        text = f"{other}: expected {reproduction.expected}, found {result.text}."
+        click.echo(f"fp8-harness: warning: {text}", err=True)
 
 
 @bug.command("shrink", epilog=_SHRINK_EPILOG)

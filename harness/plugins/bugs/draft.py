@@ -58,10 +58,7 @@ class Draft:
         self._facts, self._contradictions = resolved.facts, resolved.contradictions
         self._era, self._day, self.tool, self._target = era, era.day, tool, target
         self.axes: dict[str, object] = {} if target == REFERENCE else {"target": target}
-        self.stated: dict[str, str] = {}
-        self.derived: dict[str, str] = {}
-        self.assumed: dict[str, str] = {}
-        self.missing: dict[str, str] = {}
+        self.stated, self.derived, self.assumed, self.missing = (dict[str, str]() for _ in range(4))
         self.full_size: dict[str, object] = {}
         self.ignored: list[str] = list(resolved.ignored)
         named = self.fact("config_file")
@@ -220,18 +217,14 @@ class Draft:
         gathers = next((fact for fact in ("fp8_all_gather", "precompute_scale") if self.says(fact)), "")
         question = f"{shown(self.value_of('recipe'))} is no recipe here: which is meant?"
         only = f"{words(gathers)}: the only recipe that gathers in float8"
+        is_unknown = "recipe" in facts and facts["recipe"].value not in TRAITS
+        in_blocks = ".mx" in converters or converters == "mx"
         rules: Sequence[tuple[bool, Callable[[], object]]] = (
             (off, lambda: self.put("recipe", "bf16", self.stated, words("float8"))),
             ("mxfp8" in facts and "recipe" not in facts, lambda: self._mxfp8(facts["mxfp8"])),
-            (
-                "recipe" in facts and facts["recipe"].value not in TRAITS,
-                lambda: self.ask("recipe", "tensorwise", question),
-            ),
+            (is_unknown, lambda: self.ask("recipe", "tensorwise", question)),
             ("recipe" in facts, lambda: self.take("recipe")),
-            (
-                ".mx" in converters or converters == "mx",
-                lambda: self.put("recipe", "mxfp8", self.derived, words("converters")),
-            ),
+            (in_blocks, lambda: self.put("recipe", "mxfp8", self.derived, words("converters"))),
             (gathers != "", lambda: self.put("recipe", "tensorwise", self.derived, only)),
             ("float8" in facts or "float8" in self.file or "float8" in converters, self._unnamed_recipe),
             (True, lambda: self.put("recipe", "bf16", self.assumed, "nothing in it asks for FP8")),
@@ -296,9 +289,7 @@ class Draft:
             output = [filter_fqn for filter_fqn in filters.value if filter_fqn in OUTPUT_FQN or filter_fqn in "lm_head"]
             kept = tuple(filter_fqn for filter_fqn in filters.value if any(filter_fqn in fqn for fqn in known[:-2]))
             lost = [filter_fqn for filter_fqn in filters.value if not any(filter_fqn in fqn for fqn in known)]
-            self.ignored += [
-                f"filter_fqns {clean_words(filter_fqn)}: matches no linear of the Llama" for filter_fqn in lost
-            ]
+            self.ignored += [f"filter_fqns {clean_words(fqn)}: matches no linear of the Llama" for fqn in lost]
             if kept:
                 self.put("filter_fqns", kept, self.stated, filters.words)
             if not output:

@@ -124,10 +124,8 @@ def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
     size, floor = int(getattr(sizes, name)), _FLOORS[name]
     wanted = _traits(size, sizes)
     kept = (size,) if size <= _CHEAP * floor else ()
-    candidates: tuple[int, ...] = (
-        *kept,
-        *range(min(floor, size), min(size, floor + 32 * small.tp * small.dp_shard) + 1),
-    )
+    smaller = range(min(floor, size), min(size, floor + 32 * small.tp * small.dp_shard) + 1)
+    candidates: tuple[int, ...] = (*kept, *smaller)
     if name == "vocab_size" and small.tp == sizes.tp:  # whatever rows the last rank has
         whole = 16 * sizes.tp
         candidates = tuple(candidate for candidate in candidates if (candidate - size) % whole == 0) or candidates
@@ -243,9 +241,8 @@ def _batch(draft: Draft, *, full_size: bool) -> None:
         sequences, where = (local, draft.derived) if local else (2 if count == 1 else 1, draft.assumed)
         text = words if local else f"{sequences} sequences a data-parallel rank: it states no batch"
         times = f" x {count} microbatches" if count > 1 else ""
-        draft.put(
-            "global_batch", sequences * dp * count, where, f"{text}: {sequences} x {dp} data-parallel ranks{times}"
-        )
+        arithmetic = f"{text}: {sequences} x {dp} data-parallel ranks{times}"
+        draft.put("global_batch", sequences * dp * count, where, arithmetic)
     if count > _MOST_MICROBATCHES and not full_size:
         _fewer_microbatches(draft, count)
 
@@ -262,8 +259,7 @@ def _counted(draft: Draft, whole: int, local: int, dp: int) -> int:
     """Return the microbatches of a global batch."""
     words = f"{draft.words_of('global_batch')}: {whole} / ({local} sequences x {dp} data-parallel ranks)"
     if REST in draft.missing or "ranks" in draft.missing:
-        question = f"{words} is how many microbatches? It follows from {REST}"
-        draft.missing.setdefault("accumulation", question)
+        draft.missing.setdefault("accumulation", f"{words} is how many microbatches? It follows from {REST}")
     if whole % (local * dp):
         draft.missing.setdefault("accumulation", f"{words} is no whole number: how many microbatches were run?")
         return 1
@@ -335,9 +331,8 @@ def _microbatches_of_compiled(draft: Draft) -> None:
     draft.axes["global_batch"] = draft.count("global_batch") // count
     del draft.axes["accumulation"]
     words = draft.derived.pop("accumulation", "") or draft.stated.pop("accumulation", "")
-    draft.missing["accumulation"] = (
-        f"{words}: compiled blocks train whole batches here: accumulation 1, or compile none?"
-    )
+    question = "compiled blocks train whole batches here: accumulation 1, or compile none?"
+    draft.missing["accumulation"] = f"{words}: {question}"
 
 
 def _pipeline(draft: Draft) -> None:

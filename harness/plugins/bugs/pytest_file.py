@@ -95,10 +95,8 @@ def export_test(
     patches = tuple(patch_of(injection, folder) for injection in injections)
     trials: list[Trial] = [("now", "red", ())]
     if patches:
-        trials = [
-            ("as it is", "green", ()),
-            (f"with {' and '.join(injection.text for injection in injections)}", "red", patches),
-        ]
+        injected = f"with {' and '.join(injection.text for injection in injections)}"
+        trials = [("as it is", "green", ()), (injected, "red", patches)]
     elif fixes:
         trials.append(("with the fix", "green", tuple(fixes)))
     file = folder / f"test_{re.sub(r'[^a-z0-9]+', '_', file_name(named))}.py"
@@ -153,14 +151,11 @@ def pytest_file(values: Mapping[str, object], *, head: str) -> str:
     for name in ("pytestmark", _TESTS[str(values["DETECT"])]):
         gather(_TEST, name, imports, texts, read)
     places = [(module, name) for module in (_SCRIPT, _TEST) for name in read(module).definitions]
-    top = [texts[place] for place in places if place in texts and _is_constant(place[1])]
-    rest = [texts[place] for place in places if place in texts and not _is_constant(place[1])]
-    first = "\n".join([head, "", *_imports(imports), "", *dict.fromkeys(top)])
-    return formatted("\n\n\n".join([first, *rest]) + "\n")
-
-
-def _is_constant(name: str) -> bool:
-    return name.isupper() or name == "pytestmark"
+    parts = {True: list[str](), False: list[str]()}  # constants, and the rest
+    for place in (place for place in places if place in texts):
+        parts[place[1].isupper() or place[1] == "pytestmark"].append(texts[place])
+    first = "\n".join([head, "", *_imports(imports), "", *dict.fromkeys(parts[True])])
+    return formatted("\n\n\n".join([first, *parts[False]]) + "\n")
 
 
 def _imports(lines: set[str]) -> list[str]:

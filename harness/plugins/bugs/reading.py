@@ -230,9 +230,7 @@ class Reading:
             stated = frozenset[str]().union(*self._commands)
             some = {fact for fact in stated if not all(fact in facts for facts in self._commands)}
             self.differ = tuple(sorted(some))
-            self.statements = [
-                statement for statement in self.statements if statement.source != "flag" or statement.fact not in some
-            ]
+            self.statements = [of for of in self.statements if of.source != "flag" or of.fact not in some]
 
     def _which_fsdp(self) -> None:
         """FSDP of accelerate and transformers is FSDP1 unless a version is given. FSDP2 stands for stage 3 of ZeRO."""
@@ -261,16 +259,12 @@ class Reading:
         own = {operand: tuple(_cast_settings(stated, field)) for operand, field in OPERAND_FIELDS.items()}
         if not any(own.values()):
             return
-        options = (
-            f"{key}={str(value).rpartition('.')[2]}" for key, value in stated.items() if key != ROUNDED and value
-        )
-        words = ", ".join(options)
+        options = [(key, str(value).rpartition(".")[2]) for key, value in stated.items() if key != ROUNDED and value]
+        words = ", ".join(f"{key}={last}" for key, last in options)
         casts = {operand: own[operand] or own[_OWNERS.get(operand, operand)] for operand in own}
         rows = any("axs" in settings for settings in casts.values())
-        spelled = [
-            f"{operand}:{next((setting for setting in casts[operand] if len(setting) == 3), 'ten')}"
-            for operand in casts
-        ]
+        scaling = {operand: next((one for one in casts[operand] if len(one) == 3), "ten") for operand in casts}
+        spelled = [f"{operand}:{setting}" for operand, setting in scaling.items()]
         spelled.append(f"go:{next((setting for setting in casts['go'] if len(setting) == 4), 'e5m2')}")
         self._state("recipe", "rowwise" if rows else "tensorwise", words, "config")
         self._state("casts", tuple(spelled), words, "config")

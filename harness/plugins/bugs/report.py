@@ -66,12 +66,8 @@ _ERROR = re.compile(
     r"(?<![\w.])((?:[A-Za-z_]\w*\.){0,6}[A-Z]\w*(?:Error|Exception|Mismatch|Failed|Unsupported))\s*: ?(.{0,600})"
 )
 _CONSEQUENCES = (
-    "ChildFailedError",
-    "ProcessRaisedException",
-    "BackendCompilerFailed",
-    "DistBackendError",
-    "ProcessExited",
-)
+    "ChildFailedError", "ProcessRaisedException", "BackendCompilerFailed", "DistBackendError", "ProcessExited"
+)  # fmt: skip
 _PREFIX = re.compile(r"^\s*(?:\[?rank\d+\]?:\s*|\[[^\]\n]{0,40}\]:?\s*|E\s+|\d{4}-\d\d-\d\d[\d:., -]*)+")
 _BAD_LOG = re.compile(r"\bstep:?\s*(\d{1,7})\b[^\n]{0,80}\bloss:?\s*(?:nan|inf)\b", re.IGNORECASE)
 _PACKAGES = "torch|torchao|torchtitan|triton|transformers|accelerate"

@@ -31,10 +31,8 @@ def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:
         for file in bugs
     )
     counts = Counter(file.bug.status for file in bugs)
-    totals = ", ".join(
-        f"{counts[status]} {status}" for status in ("live", "fixed", "open", "refused") if counts[status]
-    )
-    total = f"{counted(len(bugs), 'bug')}{f': {totals}' if totals else ''}"
+    totals = [f"{counts[status]} {status}" for status in ("live", "fixed", "open", "refused") if counts[status]]
+    total = counted(len(bugs), "bug") + (f": {', '.join(totals)}" if totals else "")
     return [Section(blocks=(Table(rows=rows), total))]
 
 
@@ -56,17 +54,12 @@ def imported_sections(imported: ImportedBug, *, file: str | None) -> list[Block]
     bug = imported.bug
     lists = {name: _sourced(imported, name) for name in ("stated", "derived", "assumed", "missing", "refused")}
     job = imported.job
-    facts = (
-        bug.bug.link,
-        f"seen: {_seen(bug.bug)}",
-        f"options as of {job.era.day} ({job.era.source})",
-        _counts(job.account),
-    )
+    era = f"options as of {job.era.day} ({job.era.source})"
+    facts = (bug.bug.link, f"seen: {_seen(bug.bug)}", era, _counts(job.account))
+    words = Items(tuple(bug.bug.report.splitlines()))
     return [
         Section(title=f"{bug.id}: {bug.bug.title}", blocks=facts),
-        Section(
-            title="in the words of the report, which are not read", blocks=(Items(tuple(bug.bug.report.splitlines())),)
-        ),
+        Section(title="in the words of the report, which are not read", blocks=(words,)),
         *(Section(title=name, blocks=(Items(lines),)) for name, lines in lists.items()),
         Section(title="changes no case", blocks=(Items(job.ignored),)),
         Section(title="not understood", blocks=(Items(tuple(line.text for line in job.account.not_understood)),)),
@@ -147,9 +140,8 @@ def reproduced_sections(reproduction: Reproduced) -> list[Block]:
     """Return the answer, with what was expected and found; then what differs from the report."""
     message = reproduction.found.message if reproduction.answer != "not reproduced" else ""
     known = (("known fault", f"{name}: {why}") for name, why in reproduction.known.items())
-    facts = Facts(
-        (("expected", reproduction.expected), ("found", reproduction.found.text), ("message", message), *known)
-    )
+    found = (("expected", reproduction.expected), ("found", reproduction.found.text), ("message", message))
+    facts = Facts((*found, *known))
     return [
         Section(title=f"{reproduction.answer}: {reproduction.found.case_id}", blocks=(facts,)),
         Section(title="differs from the report", blocks=(Items(tuple(reproduction.differs)),)),

@@ -144,10 +144,8 @@ def _words(line: str) -> list[str]:
         return []
     words = _split(text)
     inner = (_split(word) if word.startswith("--") and " " in word and "=" not in word else [word] for word in words)
-    return [
-        word.strip("`()[],") if word.startswith(("`", "(")) else word.rstrip("`")
-        for word in itertools.chain.from_iterable(inner)
-    ]
+    flat = itertools.chain.from_iterable(inner)
+    return [word.strip("`()[],") if word.startswith(("`", "(")) else word.rstrip("`") for word in flat]
 
 
 def _split(text: str) -> list[str]:
@@ -163,10 +161,8 @@ def _value_of(flag: re.Match[str], words: list[str], at: int) -> tuple[object, i
         return flag[2].strip("\"'"), at
     if at + 1 < len(words) and not words[at + 1].startswith("--") and not _VARIABLE.fullmatch(words[at + 1]):
         following = words[at + 1]
-        if (
-            not (following.startswith("-") and not re.fullmatch(r"-\d+(?:\.\d+)?", following))
-            and following not in _ENDS
-        ):
+        is_value = not following.startswith("-") or re.fullmatch(r"-\d+(?:\.\d+)?", following)
+        if is_value and following not in _ENDS:
             return following.rstrip(")"), at + 1
     return True, at
 
@@ -212,10 +208,8 @@ class Code(NamedTuple):
 
 
 def read_code(tree: ast.Module) -> Code:
-    nodes = sorted(
-        (node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)),
-        key=lambda node: (node.lineno, node.col_offset),
-    )
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+    nodes.sort(key=lambda node: (node.lineno, node.col_offset))
     reader = _Reader(nodes)
     settings = tuple(setting for node in nodes[: 20 * MOST] for setting in reader.settings(node))
     calls = tuple(dotted(node.func) for node in nodes if isinstance(node, ast.Call))
@@ -360,14 +354,10 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 value = -number
             case ast.BinOp(op=ast.Mult()):
-                value = _product(self.value(found.left), self.value(found.right))
+                left, right = self.value(found.left), self.value(found.right)
+                if isinstance(left, int) and isinstance(right, int) and abs(left * right) < 10**9:
+                    value = left * right
         return value
-
-
-def _product(left: object, right: object) -> object:
-    if isinstance(left, int) and isinstance(right, int) and abs(left * right) < 10**9:
-        return left * right
-    return UNREAD
 
 
 def _assigned(node: ast.expr | ast.stmt) -> Iterator[tuple[str, ast.expr]]:
@@ -378,9 +368,7 @@ def _assigned(node: ast.expr | ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     pairs = [(target, value)]
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         pairs = list(zip(target.elts, value.elts, strict=False))
-    for name, assigned in pairs:
-        if isinstance(name, ast.Name):
-            yield name.id, assigned
+    yield from ((name.id, assigned) for name, assigned in pairs if isinstance(name, ast.Name))
 
 
 def _path(target: ast.expr) -> str:
