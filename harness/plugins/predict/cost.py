@@ -35,7 +35,7 @@ from harness.matrix.linears import (
 from harness.matrix.recipes import ITEM_BYTES
 from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
-from harness.result import CaseResult, Measured, Multiplied, Sent, sent_by
+from harness.result import CaseResult, Multiplied, Sent, sent_by
 from harness.trace.counts import FLOAT8
 
 
@@ -82,6 +82,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         raise HarnessError(f"the case has ranks 0 to {case.world_size - 1}.", where=f"--rank {rank}")
     step = min(2, case.train.steps)
     terms = transfers_if_balanced(case, step=step, rank=rank, changes=expect.changes)
+    saved = expected_saved(case, step=step, rank=rank, changes=expect.changes) if expect.saves_exactly else None
     return Metrics(
         case_id=case_id(case),
         world_size=case.world_size,
@@ -96,11 +97,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         bubble=bubble(case),
         wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
-        saved_bytes=(
-            sum(expected_saved(case, step=step, rank=rank, changes=expect.changes).values())
-            if expect.saves_exactly
-            else None
-        ),
+        saved_bytes=None if saved is None else sum(saved.values()),
         parameters=parameter_count(case),
         active_parameters=active_parameter_count(case),
     )
@@ -151,13 +148,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     formula: int | None
 
     @property
-    def differs(self) -> bool:
-        return None not in (self.measured, self.formula) and self.measured != self.formula
-
-    @property
     def judged(self) -> str:
         """How both compare; empty where one is not known."""
-        return "" if None in (self.measured, self.formula) else "DIFFERS" if self.differs else "equal"
+        both = self.measured, self.formula
+        return "" if None in both else "equal" if both[0] == both[1] else "DIFFERS"
 
 
 class CostReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +168,7 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differing(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.differs)
+        return tuple(row for row in self.rows if row.judged == "DIFFERS")
 
 
 def run_report(case: Case, result: CaseResult) -> CostReport:
@@ -188,23 +182,19 @@ def run_report(case: Case, result: CaseResult) -> CostReport:
     rate = tokens_per_device(case, median(timed)) if is_llama(case.target) else None  # FLOPs of others are not known
     return CostReport(
         formula=None,
-        rows=_measured_rows(measured),
+        rows=(
+            *_counts(measured.flops, measured.expected_flops, unit="FLOPs", field="flops"),
+            *_counts(measured.flops, measured.expected_flops, unit="calls", field="calls"),
+            Row(what="casts to float8", measured=measured.cast_calls, formula=measured.expected_cast_calls),
+            *_counts(measured.wire, measured.expected_wire, unit="bytes", field="payload_bytes"),
+            *_counts(measured.wire, measured.expected_wire, unit="calls", field="calls"),
+            Row(what="bytes saved for backward", measured=measured.saved_bytes, formula=measured.expected_saved_bytes),
+        ),
         peak_memory_bytes=measured.peak_memory_bytes,
         step_s=measured.step_s,
         device=device,
         peak=peak,
         speed=None if rate is None else speed(case, rate, peak),
-    )
-
-
-def _measured_rows(measured: Measured) -> tuple[Row, ...]:
-    return (
-        *_counts(measured.flops, measured.expected_flops, unit="FLOPs", field="flops"),
-        *_counts(measured.flops, measured.expected_flops, unit="calls", field="calls"),
-        Row(what="casts to float8", measured=measured.cast_calls, formula=measured.expected_cast_calls),
-        *_counts(measured.wire, measured.expected_wire, unit="bytes", field="payload_bytes"),
-        *_counts(measured.wire, measured.expected_wire, unit="calls", field="calls"),
-        Row(what="bytes saved for backward", measured=measured.saved_bytes, formula=measured.expected_saved_bytes),
     )
 
 
@@ -296,6 +286,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
     item, last = ITEM_BYTES[case.parameter_dtype], case.model.shape.layers - 1
     saved = sum(expected_saved(case, step=2, rank=rank).values())
     live = expected_live(case, rank=rank, moment="forward")
+    on_device = sum(storage.nbytes for storage in live if storage.dtype != "uint8")  # generators are on the host
     scalars = expected_scalars(case, moment="forward") * ITEM_BYTES[case.wide_dtype]
     return Memory(
         rank=rank,
@@ -304,8 +295,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         optimizer=case.train.update.states * own * item,
         gradients=sum(gradient.nbytes for gradient in gradients(case, rank)),
         saved=saved + (_attention_bytes(case) if saves_attention else 0),
-        kept=scalars
-        + sum(storage.nbytes for storage in live if storage.dtype != "uint8"),  # the state of generators is on the host
+        kept=scalars + on_device,
         probabilities=(probabilities := _probability_bytes(case, rank)),
         loss=_loss_bytes(case, probabilities),
         block=_block_bytes(case, [unit for unit in units if unit.name.startswith(f"layers.{last}")]),
@@ -366,8 +356,6 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
         elements += sent_rows(case) * (2 * case.model.shape.dim + 3 * case.model.expert_dim)
     activations = elements * ITEM_BYTES[dtype]
     if case.checkpointing.wraps(last):
-        plain = replace(case, checkpointing=Checkpointing())
-        activations += sum(
-            count * ITEM_BYTES[saved_dtype] for saved_dtype, count in block_elements(plain, last, step=2).items()
-        )
+        saved = block_elements(replace(case, checkpointing=Checkpointing()), last, step=2)
+        activations += sum(count * ITEM_BYTES[saved_dtype] for saved_dtype, count in saved.items())
     return (2 * gathered + unreduced if case.uses_fsdp else 0) + activations

@@ -124,9 +124,7 @@ def predicted_gains(case: Case, machine: Machine, *, eager: bool = False, known:
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     case = case if eager else compiled(case)
     candidates = variants(case, machine.peak)
-    predictions = tuple(
-        costed(name, candidate, matching(known, candidate), machine) for name, candidate in candidates.items()
-    )
+    predictions = tuple(costed(name, of, matching(known, of), machine) for name, of in candidates.items())
     best = max(predictions, key=lambda variant: (not variant.fault, variant.ratio))
     case = case if case.float8.enabled else candidates[best.name]
     twin = replace(case, float8=Float8())
@@ -205,9 +203,8 @@ def conversions(case: Case, machine: Machine) -> tuple[Conversion, ...]:
     cast_by_name: defaultdict[str, float] = defaultdict(float)
     for cast in casts(converted):
         cast_by_name[linear_name(cast.fqn)] += cast_s(cast, machine)
-    return tuple(
-        _conversion(case, name, pairs[name], cast_by_name[name] * 1e3, machine) for name in (*BLOCK_LINEARS, OUTPUT_FQN)
-    )
+    names = (*BLOCK_LINEARS, OUTPUT_FQN)
+    return tuple(_conversion(case, name, pairs[name], cast_by_name[name] * 1e3, machine) for name in names)
 
 
 def _conversion(

@@ -87,9 +87,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         float, "share of the time of a fused collective that async TP hides: fitted to the BF16 rows with it"
     ] = 0.55
     dispatch_us: Annotated[float, "one small kernel of an eager cast: fitted to the debug size"] = 2.7
-    block_dispatch_us: Annotated[float, "an eager block, forward and backward: fitted to the debug size in BF16"] = (
-        5000.0
-    )
+    block_dispatch_us: Annotated[float, "an eager block, forward and backward: fitted to the debug size in BF16"] = 5e3
     other: Annotated[
         float, "time of a step that no part has, of a BF16 step: fitted to the tokens/s of the BF16 rows"
     ] = 0.2

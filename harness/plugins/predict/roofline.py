@@ -50,13 +50,8 @@ _IN_BLOCKS = (_READ + _WRITE) * BLOCK + 3  # of a block of MXFP8, whose scale is
 _EAGER_BYTES = (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
 # What a converted linear launches more than one in BF16, forward and backward, counted with torch 2.13, torchao 0.18.
 EAGER_KERNELS: dict[Recipe, int] = {
-    "tensorwise": 75,
-    "rowwise": 101,
-    "rowwise_with_gw_hp": 66,
-    "mxfp8": 18,
-    "mxfp8_floor": 18,
-    "mxfp8_with_gw_hp": 12,
-}
+    "tensorwise": 75, "rowwise": 101, "rowwise_with_gw_hp": 66, "mxfp8": 18, "mxfp8_floor": 18, "mxfp8_with_gw_hp": 12
+}  # fmt: skip
 _OTHER_AXIS: frozenset[Operand] = frozenset(("i_gw", "go_gw", "w_gi"))
 _SAME_INPUT = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"))
 
@@ -184,11 +179,8 @@ def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine
     """Return seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
     sent = [transfer for transfer in transfers if not _is_waited_for(transfer)]
     times = [transfer_s(transfer, case.layout, machine) for transfer in sent]
-    ends = sum(
-        time / transfer.times
-        for transfer, time in zip(sent, times, strict=True)
-        if "tok_embeddings" in transfer.purpose
-    )
+    pairs = zip(sent, times, strict=True)
+    ends = sum(time / transfer.times for transfer, time in pairs if "tok_embeddings" in transfer.purpose)
     hidden = sum(times) - ends
     return ends + machine.rates.behind_compute * min(hidden, behind_s) + max(0.0, hidden - behind_s)
 

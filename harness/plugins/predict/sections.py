@@ -59,18 +59,10 @@ def _formula_sections(metrics: Metrics) -> Iterator[Block]:
     refused = () if metrics.refusal is None else (f"torch refuses this case: {metrics.refusal}",)
     yield Section(blocks=(metrics.case_id, f"{of}: by formula, nothing was run", *refused))
     total = sum(work.flops for work in metrics.work)
-    rows = [
-        (
-            work.part,
-            work.role,
-            work.precision,
-            flop_words(work.flops),
-            flop_words(work.executed_flops),
-            str(work.executions),
-            f"{work.flops / total:.1%}",
-        )
-        for work in metrics.work
-    ]
+    rows = []
+    for work in metrics.work:
+        shown = flop_words(work.flops), flop_words(work.executed_flops), str(work.executions)
+        rows.append((work.part, work.role, work.precision, *shown, f"{work.flops / total:.1%}"))
     executed = sum(work.executed_flops for work in metrics.work)
     rows.append(("all", "", "", flop_words(total), flop_words(executed), "", "100.0%"))
     multiplied = ("part", "role", "precision", "FLOPs", "executed", "calls", "share")
@@ -384,14 +376,7 @@ def _rates(case_speed: CaseSpeed) -> Table:
     if not is_llama(parse_case_id(case_speed.case_id).target):  # FLOPs of another model are not known
         return Table(rows=tuple((name, f"{rate:,.1f} tokens/s") for name, rate in of_both))
     peak = peak_of_device(case_speed.device)
-    case, twin = (
-        _speed_rows(speed(parse_case_id(name), rate, peak), peak, case_speed.device) for name, rate in of_both
-    )
-    return Table(
-        columns=("of one device", "FP8", "BF16", ""),
-        rows=tuple(
-            (name, value, other, definition)
-            for (name, value, definition), (_, other, _) in zip(case, twin, strict=True)
-        ),
-        right=(1, 2),
-    )
+    speeds = (speed(parse_case_id(name), rate, peak) for name, rate in of_both)
+    case, twin = (_speed_rows(each, peak, case_speed.device) for each in speeds)
+    rows = ((name, own, other, words) for (name, own, words), (_, other, _) in zip(case, twin, strict=True))
+    return Table(columns=("of one device", "FP8", "BF16", ""), rows=tuple(rows), right=(1, 2))
