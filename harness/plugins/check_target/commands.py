@@ -133,10 +133,8 @@ def _checks(report: TargetReport) -> Iterator[Block]:
         name for run in runs for name in (*run.checks, *(unjudged.check for unjudged in run.not_judged))
     )
     reasons = {name: _reasons(name, runs) for name in names}
-    everywhere = [name for name in names if not reasons[name]]
-    yield Section(
-        blocks=(f"judged in {'every run' if len(runs) > 1 else 'the run'}: {', '.join(everywhere) or 'nothing'}",)
-    )
+    everywhere = ", ".join(name for name in names if not reasons[name]) or "nothing"
+    yield Section(blocks=(f"judged in {'every run' if len(runs) > 1 else 'the run'}: {everywhere}",))
     rows = tuple(
         (name, f"{sum(name in run.checks for run in runs)} of {len(runs)}", first) if not index else ("", "", first)
         for name in names
@@ -164,10 +162,8 @@ def _spelled(runs: Iterable[TargetRun]) -> str:
 def _probes(report: TargetReport) -> Iterator[str]:
     compared = [run.probes_neutral for run in report.runs if run.probes_neutral is not None]
     if compared:
-        yield (
-            f"probes change nothing in {sum(compared)} of {counted(len(compared), 'run')}: losses and gradient norms "
-            "are bitwise the same without them."
-        )
+        neutral = f"{sum(compared)} of {counted(len(compared), 'run')}"
+        yield f"probes change nothing in {neutral}: losses and gradient norms are bitwise the same without them."
 
 
 def _problem_sections(report: TargetReport) -> Iterator[Block]:

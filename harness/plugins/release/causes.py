@@ -92,10 +92,7 @@ class _Attribution:
     """Finds the causes of what moved, from what is named and different between the packages of two sides."""
 
     def __init__(self, sides: Sides, faults: Sequence[KnownFault]) -> None:
-        before, after = (
-            {name: version for name, version in environment.packages.items() if is_version(version)}
-            for environment in sides.environments
-        )
+        before, after = map(_versions, sides.environments)
         self._sides, self._packages = sides, (before, after)
         self._before, self._after = map(_changes_of, sides.environments)
         self._differing = sorted(self._before ^ self._after, key=lambda change: change.name)
@@ -137,10 +134,8 @@ class _Attribution:
         case = parse_case_id(case_id)
         formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
         explaining = (change for change in self._differing if formulas <= self._moved(case, change))
-        rounding = (
-            change for change in self._differing if change.rounds and parse_selector(change.rounds).matches(case)
-        )
-        return next(explaining, None) or (next(rounding, None) if reason.kind in _NUMBERS else None)
+        rounds = (of for of in self._differing if of.rounds and parse_selector(of.rounds).matches(case))
+        return next(explaining, None) or (next(rounds, None) if reason.kind in _NUMBERS else None)
 
     def _moved(self, case: Case, change: UpstreamChange) -> frozenset[str]:
         """Return the formulas that this one change makes different, beside the changes that both sides have."""
@@ -152,10 +147,14 @@ class _Attribution:
         return formulas | frozenset(change.within_limits if formulas else ())
 
 
+def _versions(environment: Environment) -> dict[str, str]:
+    return {name: version for name, version in environment.packages.items() if is_version(version)}
+
+
 def _changes_of(environment: Environment) -> Changes:
     """Return what the run found in the packages themselves; what their versions say where it does not tell."""
     if environment.upstream is None:
-        return changes_in({name: text for name, text in environment.packages.items() if is_version(text)})
+        return changes_in(_versions(environment))
     return frozenset(change for change in CHANGES if change.name in environment.upstream)
 
 
@@ -204,9 +203,7 @@ def _group(
         first, command = next(shown, first), _with_bad_version(pair, sides, words) or command
     return Group(
         **cause._asdict(),
-        moved={
-            topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda entry: list(Topic).index(entry[0]))
-        },
+        moved={topic: tuple(moved[topic]) for topic in Topic if topic in moved},
         example=example.case or "",
         verdicts=sides.verdicts(example.case or ""),
         first=first,

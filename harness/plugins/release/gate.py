@@ -194,22 +194,16 @@ def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> It
         yield from (Note(text=f"{line}: run its cases again") for line in run.damaged)
     if sides.baseline.end.interrupted:
         yield Note(text="the baseline was interrupted: what it did not run is not compared")
-    new = [name for name in sides.after if name not in sides.before]
-    if new:
+    if new := [name for name in sides.after if name not in sides.before]:
         yield Note(text=f"new in the candidate: {counted(len(new), 'case')}, not compared with anything")
-    unmeasured = sum(
-        any(case.losses and case.measured is None for case in (pair.baseline, pair.candidate))
-        for pair in sides.compared
-    )
-    if unmeasured:
+    sound = ((pair.baseline, pair.candidate) for pair in sides.compared)
+    if unmeasured := sum(any(case.losses and case.measured is None for case in cases) for cases in sound):
         cases = counted(unmeasured, "case")
         yield Note(text=f"no numbers were kept of {cases}: only verdicts and checks are compared")
     if not sides.same_device:
         yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")
-    missing = sorted(
-        {twins(parse_case_id(reason.case))[0] for reason in raw_reasons if reason.case and reason.kind is Kind.MOVED}
-    )
-    if missing:
+    moved = [reason.case for reason in raw_reasons if reason.case and reason.kind is Kind.MOVED]
+    if missing := sorted({twins(parse_case_id(case))[0] for case in moved}):
         more = f" (the first {_SHOWN_TWINS} of {len(missing)})" if len(missing) > _SHOWN_TWINS else ""
         text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
         yield Note(text=text, command=run_cases(*missing[:_SHOWN_TWINS]))

@@ -195,10 +195,9 @@ def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> 
     texts = [f"casts that only one run has: {only}"] if only else []
     if others:
         was, cast, name = min(others, key=lambda other: other[1].step)
+        first = f"{name} of {cast.fqn} {cast.role}, step {cast.step}"
         change = _change(getattr(was, name), getattr(cast, name))
-        texts.append(
-            f"{len(others)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
-        )
+        texts.append(f"{len(others)} of {len(after)} casts; first {first}: {change}")
     return texts
 
 
@@ -308,9 +307,8 @@ def changed_speedups(sides: Sides) -> Iterable[Reason]:
     """A reason for every case that `predict measure` timed on GPUs of one kind, with intervals apart. No gain gates."""
     on_gpu = sides.same_device and sides.environments[0].device not in ("", "cpu")
     for pair in sides.compared if on_gpu else ():
-        before, after = (
-            None if case.measured is None else case.measured.speedup for case in (pair.baseline, pair.candidate)
-        )
+        numbers = (pair.baseline.measured, pair.candidate.measured)
+        before, after = (None if of is None else of.speedup for of in numbers)
         if before is None or after is None or (before.low <= after.high and after.low <= before.high):
             continue
         yield Reason(

@@ -156,9 +156,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         if not self.pairs:
             return "no case was run in both results", "run the same cases for both"
-        if not any(
-            Verdict.INFRA not in (pair.baseline.verdict, pair.candidate.verdict) for pair in self.pairs.values()
-        ):
+        verdicts = ((pair.baseline.verdict, pair.candidate.verdict) for pair in self.pairs.values())
+        if all(Verdict.INFRA in both for both in verdicts):
             cases = counted(len(self.pairs), "case")
             return f"the machine or the harness failed in each of {cases} that both ran", "run them again"
         return None
@@ -167,9 +166,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def nothing_good(self) -> tuple[str, str] | None:
         """Why not even equal results would be good ones, and what to do; None where a good case was judged twice."""
         if not self.compared:
-            goods = (f"{sum(case.good for case in run.results)} good" for run in (self.baseline, self.candidate))
-            baseline, candidate = goods
-            what = f"no case is good in both results (baseline {baseline}, candidate {candidate})"
+            baseline, candidate = (sum(case.good for case in run.results) for run in (self.baseline, self.candidate))
+            what = f"no case is good in both results (baseline {baseline} good, candidate {candidate} good)"
             return what, "make the failing cases pass, or compare with a run in which they do"
         if not any(pair.baseline.checks and pair.candidate.checks for pair in self.compared):
             return "no case that is good in both results was judged by a check in both", "run the cases for both again"
@@ -179,10 +177,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def left_out(self) -> tuple[str, ...]:
         """Which cases of either side are not compared: how many, for each reason that there is."""
         ids = {*self.before, *self.after} - {pair.id for pair in self.compared}
-        reasons = Counter(map(self._why_left_out, ids))
-        return tuple(
-            f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-        )
+        counts = Counter(map(self._why_left_out, ids)).items()
+        return tuple(f"{count} {reason}" for reason, count in sorted(counts, key=lambda item: (-item[1], item[0])))
 
     def _why_left_out(self, case_id: str) -> str:
         before, after = self.before.get(case_id), self.after.get(case_id)
@@ -190,10 +186,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return f"only in the {'candidate' if before is None else 'baseline'}"
         if not (before.ran and after.ran):
             return "not run"
-        good = (before.good, after.good)
-        return "not good" + {(True, False): " in the candidate", (False, True): " in the baseline"}.get(
-            good, " in both"
-        )
+        one_side = {(True, False): "the candidate", (False, True): "the baseline"}
+        return f"not good in {one_side.get((before.good, after.good), 'both')}"
 
     @property
     def environments(self) -> tuple[Environment, Environment]:
