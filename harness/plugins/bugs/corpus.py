@@ -152,13 +152,12 @@ def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
     planted = [name for name in bug.bug.planted if carries(case, _fault_named(name), known)]
     runs = {fault: trials.get((fault, case_id(case))) for fault in (None, *planted)}
     ended = {fault: trial for fault, trial in runs.items() if trial is not None and trial.verdict not in _UNDECIDED}
-    seen = {rule for fault, trial in ended.items() if fault is not None for rule in trial.rules}
+    faulty = {fault: trial for fault, trial in ended.items() if fault is not None}
+    seen = {rule for trial in faulty.values() for rule in trial.rules}
     wrong = _unprovable(bug, planted)
     if None in ended:
         wrong += _unclean(bug, ended[None], matching(known, case))
-    wrong += [
-        mismatch for fault, trial in ended.items() if fault is not None for mismatch in _unfound(bug, fault, trial)
-    ]
+    wrong += [mismatch for fault, trial in faulty.items() for mismatch in _unfound(bug, fault, trial)]
     if not wrong and len(ended) == len(runs):
         wrong += _not_among(bug, seen)
     return _proof(bug, runs, seen, wrong)

@@ -125,10 +125,8 @@ def _detected_by(trial: Trial) -> str:
 def _totals(matrix: MutationMatrix) -> Table:
     required = [trial for trial in matrix.trials if trial.is_proof]
     rows = []
-    groups: list[FaultClass | None] = [*FAULT_CLASSES, None]
-    for group in groups:
-        own = [trial for trial in required if group in (None, trial.group)]
-        if own:
+    for group in (*FAULT_CLASSES, None):
+        if own := [trial for trial in required if group in (None, trial.group)]:
             name = f"{group} {FAULT_CLASSES[group].title}" if group else "all"
             by_loss = _share(own, lambda trial: trial.baseline.by_loss)
             by_sqnr = _share(own, lambda trial: trial.baseline.by_sqnr)
@@ -230,9 +228,8 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
 
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
-    faults = tuple(all_faults().values())
     wanted = {name if name in FAULT_CLASSES else fault_named(name).name for name in names}
-    faults = tuple(fault for fault in faults if not wanted or wanted & {fault.name, fault.group})
+    faults = [fault for fault in all_faults().values() if not wanted or wanted & {fault.name, fault.group}]
     if record and query != Query():
         what = "the record is of faults in their own cases."
         raise HarnessError(what, where="--record", fix="select faults only, or give it alone.")

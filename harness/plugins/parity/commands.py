@@ -171,23 +171,16 @@ def _line(parity: Parity) -> str:
 
 
 def _notes(parity: Parity) -> Iterator[Block]:
+    """Yield what words mean, how a target trains that refuses what is usual of TP, and what was left out."""
     words, changes = {row.word for row in parity.rows}, {row.change for row in parity.rows}
-    yield Items(
-        (
-            *(f"{word}: {means}" for word, means in _MEANS.items() if word in words),
-            *(f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes),
-        )
-    )
-    yield _without_refused(parity)
-    yield f"left out, beyond the budget: {', '.join(parity.left_out)}" if parity.left_out else Section()
-
-
-def _without_refused(parity: Parity) -> Block:
-    """Return how a target trains that refuses what is usual of TP."""
-    axes = without_refused(parity.rows)
-    options = " ".join(said(name, False) for name in axes)
-    lacks = f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
-    return lacks if axes else Section()
+    meanings = [f"{word}: {means}" for word, means in _MEANS.items() if word in words]
+    meanings += [f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes]
+    yield Items(tuple(meanings))
+    if axes := without_refused(parity.rows):
+        options = " ".join(said(name, False) for name in axes)
+        yield f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
+    if parity.left_out:
+        yield f"left out, beyond the budget: {', '.join(parity.left_out)}"
 
 
 def parity_sections(parity: Parity, run: RunResult) -> list[Block]:

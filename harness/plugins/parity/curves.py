@@ -79,9 +79,7 @@ def read_curve(path: Path) -> TextCurve:
     points: dict[int, Point] = {}
     for number, line in enumerate(lines, 1):
         point = _point(line)
-        if point is None:
-            continue
-        if points.setdefault(point.step, point) != point:  # every rank may print the same line
+        if point is not None and points.setdefault(point.step, point) != point:  # every rank may print the same line
             what = f"has step {point.step} a second time, with other numbers."
             raise HarnessError(what, where=f"{path}:{number}", fix="give the lines of one run.")
     if not points:
@@ -106,11 +104,8 @@ def _number(text: str) -> Number:
 
 def curve_of(name: str, losses: Sequence[float], grad_norms: Sequence[float], said: dict[str, str]) -> TextCurve:
     steps = enumerate(zip_longest(losses, map(Number, grad_norms)), 1)
-    return TextCurve(
-        name=name,
-        points=tuple(Point(step=step, loss=Number(loss), grad_norm=norm) for step, (loss, norm) in steps),
-        said=said,
-    )
+    points = tuple(Point(step=step, loss=Number(loss), grad_norm=norm) for step, (loss, norm) in steps)
+    return TextCurve(name=name, points=points, said=said)
 
 
 def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float]) -> TextCurve:

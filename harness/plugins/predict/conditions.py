@@ -47,12 +47,10 @@ def conditions(device: Device) -> Conditions:
 
 
 def worst(seen: Sequence[Conditions]) -> Conditions:
-    lowest = [sample.lowest_sm_mhz for sample in seen if sample.lowest_sm_mhz is not None]
-    highest = [sample.highest_sm_mhz for sample in seen if sample.highest_sm_mhz is not None]
     return Conditions(
         load=max(sample.load for sample in seen),
-        lowest_sm_mhz=min(lowest, default=None),
-        highest_sm_mhz=max(highest, default=None),
+        lowest_sm_mhz=min((of.lowest_sm_mhz for of in seen if of.lowest_sm_mhz is not None), default=None),
+        highest_sm_mhz=max((of.highest_sm_mhz for of in seen if of.highest_sm_mhz is not None), default=None),
         celsius=max((sample.celsius for sample in seen if sample.celsius is not None), default=None),
         throttled=tuple(name for name in _REASONS if any(name in sample.throttled for sample in seen)),
     )
