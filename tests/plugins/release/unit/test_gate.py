@@ -277,10 +277,8 @@ def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
     assert [note.command for note in decision.notes] == [f"fp8-harness run {TWIN}"]
     assert not held([result()], [moved(CASE, 0.02)]).go
     assert not held([result()], [moved(CASE, float("nan"))]).go
-    unlimited = [
-        replace(case, measured=replace(case.measured or GOOD, allowed_loss=()))
-        for case in (result(), moved(CASE, 5.0), moved(CASE, float("nan")))
-    ]
+    cases = (result(), moved(CASE, 5.0), moved(CASE, float("nan")))
+    unlimited = [replace(case, measured=replace(case.measured or GOOD, allowed_loss=())) for case in cases]
     assert [held(unlimited[:1], [case]).go for case in unlimited] == [True, True, False]
 
 
@@ -310,10 +308,8 @@ def test_bf16_tells_the_environment_from_fp8() -> None:
 
 
 def times_of(*cpu_s: float) -> list[CaseResult]:
-    ids = [f"tp2-rowwise-v2048-s2-seed{seed}-b16" for seed in range(1, len(cpu_s) + 1)]
-    return [
-        result(name, attempts=(make_attempt(cpu_s=seconds),)) for name, seconds in zip(ids, cpu_s, strict=True)
-    ]  # fmt: skip
+    attempts = ((seed, (make_attempt(cpu_s=seconds),)) for seed, seconds in enumerate(cpu_s, 1))
+    return [result(f"tp2-rowwise-v2048-s2-seed{seed}-b16", attempts=made) for seed, made in attempts]
 
 
 def test_times_need_an_effect_and_significance() -> None:
@@ -361,12 +357,8 @@ def test_what_was_not_compared_is_told() -> None:
     after = [result(), result(OTHER), failed(TWIN), result(IDS[4])]
     decision = held(before, after)
     assert (decision.compared, decision.cases) == (1, 5)
-    assert decision.left_out == (
-        "1 not good in the baseline",
-        "1 not good in the candidate",
-        "1 only in the baseline",
-        "1 only in the candidate",
-    )
+    kinds = ("not good in", "only in")
+    assert decision.left_out == tuple(f"1 {kind} the {side}" for kind in kinds for side in ("baseline", "candidate"))
     damaged = replace(make_results(result()), damaged={"x.jsonl:3: not a line of results: why": CASE})
     notes = gate(damaged, make_results(result()), TERMS).notes
     assert "x.jsonl:3: not a line of results: why: run its cases again" in [note.text for note in notes]
@@ -487,10 +479,7 @@ def counted(differences: list[float]) -> float:
     ranks = [sum(other < size for other in sizes) + (sizes.count(size) + 1) / 2 for size in sizes]
     above = sum(ranks[sizes.index(abs(value))] for value in differences if value > 0)
     extreme = max(above, sum(ranks) - above)
-    sums = [
-        sum(rank for rank, sign in zip(ranks, signs, strict=True) if sign)
-        for signs in itertools.product((0, 1), repeat=len(ranks))
-    ]
+    sums = [sum(taken) for taken in itertools.product(*((0.0, rank) for rank in ranks))]
     return min(1.0, 2 * sum(total >= extreme for total in sums) / len(sums))
 
 

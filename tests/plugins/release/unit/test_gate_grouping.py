@@ -19,7 +19,7 @@ from harness.plugins.release.sides import Kind, Topic
 from harness.report.sections import Entry, Section, Table, text_of
 from harness.result import CaseResult, Curve, Environment, Sent
 from harness.verdict import FailureSignature, Verdict
-from tests.builders import a_finding, make_attempt, make_failure, make_known, make_measured, make_results, with_facts
+from tests.builders import a_finding, make_attempt, make_failure, make_known, make_measured, make_results
 from tests.plugins.release.unit.test_gate import TERMS, result
 
 HERE = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
@@ -74,30 +74,21 @@ def test_traffic_is_a_named_change_where_its_formula_says_so_and_gone_on_the_way
     group = moved(UNDER_TP, wire=OTHER_WIRE)
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "gradients-in-reduce-dtype", "candidate")
     assert group.moved == {Topic.TRAFFIC: (UNDER_TP,)} and group.link.startswith("https://")
-    assert (
-        group.first.startswith("bytes of all_gather in uint8 along dp_shard: 4,096 -> none")
-        and group.command == f"fp8-harness run {UNDER_TP}"
-    )
+    assert group.first.startswith("bytes of all_gather in uint8 along dp_shard: 4,096 -> none")
+    assert group.command == f"fp8-harness run {UNDER_TP}"
     group = moved(EXACT, wire=OTHER_WIRE)
     assert (group.origin, group.name, group.side) == (Origin.UNEXPLAINED, Kind.WIRE.value, "")
-    before, after = (
-        make_results(result(UNDER_TP)),
-        make_results(result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))),
-    )
-    sides = (
-        with_facts(results, environment=replace(HERE, packages=of)) for results, of in ((before, NEW), (after, OLD))
-    )
+    before, after = result(UNDER_TP), result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))
+    environments = (replace(HERE, packages=packages) for packages in (NEW, OLD))
+    sides = (make_results(case, environment=of) for case, of in zip((before, after), environments, strict=True))
     assert only(gate(*sides, TERMS)).side == "baseline"
 
 
 def between_nights(before: CaseResult, after: CaseResult, *faults: KnownFault, found: Sequence[str] = ()) -> Group:
     """The one group of a nightly against the one before, in which these named changes were found."""
-    sides = (
-        make_results(
-            case, environment=replace(HERE, packages={"torch": f"2.15.0.dev202608{day}+cpu"}, upstream=tuple(changes))
-        )
-        for case, day, changes in ((before, "01", ()), (after, "02", found))
-    )
+    nights = [replace(HERE, packages={"torch": f"2.15.0.dev202608{day}+cpu"}, upstream=()) for day in ("01", "02")]
+    nights[1] = replace(nights[1], upstream=tuple(found))
+    sides = (make_results(case, environment=of) for case, of in zip((before, after), nights, strict=True))
     return only(gate(*sides, replace(TERMS, faults=faults)))
 
 
@@ -114,10 +105,8 @@ def test_what_came_overnight_is_named_by_what_the_runs_found_and_what_shows() ->
 
 
 def test_of_two_builds_of_one_version_none_has_a_name() -> None:
-    sides = (
-        make_results(case, environment=replace(HERE, packages={"torch": f"2.15.0+{build}"}))
-        for case, build in ((result(EXACT), "cpu"), (failed(Verdict.NUMERIC, FAILED), "cu132"))
-    )
+    builds = ((result(EXACT), "2.15.0+cpu"), (failed(Verdict.NUMERIC, FAILED), "2.15.0+cu132"))
+    sides = (make_results(case, environment=replace(HERE, packages={"torch": build})) for case, build in builds)
     assert "--with" not in only(gate(*sides, TERMS)).command
 
 
@@ -142,19 +131,16 @@ def test_numbers_follow_a_change_that_rounds_otherwise() -> None:
     assert (exact.origin, exact.name, exact.what) == (Origin.UNEXPLAINED, "moved", "numbers moved, no BF16 to tell why")
 
 
-def test_a_recorded_fault_of_one_side_is_named_and_reproduced() -> None:
+def test_a_recorded_fault_of_one_side_is_named_and_reproduced_with_the_version_that_has_it() -> None:
     moved_too = make_measured(curves=OTHER_NORM)
     group = only(compared([result(GRAPH)], [known(ROUNDS, measured=moved_too)], ROUNDS, words=("--env", "2.15.0=new")))
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "rounds", "candidate")
     assert group.moved == {Topic.VERDICT: (GRAPH,), Topic.GRADIENTS: (GRAPH,)}
     assert (group.verdicts, group.first, group.what) == (("passed", "known"), SHOWN[1].message, ROUNDS.reason)
     assert group.command == f"fp8-harness bug repro {GRAPH} --with torch==2.15.0 --env 2.15.0=new"
-
-
-def test_a_fault_that_is_gone_is_reproduced_with_the_version_before() -> None:
-    group = only(compared([known(LOSES)], [result(GRAPH)], LOSES))
-    assert (group.name, group.side, group.verdicts) == ("loses", "baseline", ("known", "passed"))
-    assert group.first == SHOWN[1].message and "--with torch==2.13.0" in group.command
+    gone = only(compared([known(LOSES)], [result(GRAPH)], LOSES))
+    assert (gone.name, gone.side, gone.verdicts) == ("loses", "baseline", ("known", "passed"))
+    assert gone.first == SHOWN[1].message and "--with torch==2.13.0" in gone.command
 
 
 def test_a_fault_of_both_sides_that_shows_on_one_is_unexplained() -> None:
@@ -209,11 +195,8 @@ def test_what_fails_alike_and_what_is_equal_did_not_move() -> None:
 def test_the_example_is_the_cheapest_case_with_another_verdict() -> None:
     ids = [f"{GRAPH.removesuffix('-b16')}-seed{seed}-b16" for seed in (1, 2, 3)]
     before = [result(name) for name in ids]
-    costs = (9.0, 4.0, 6.0)
-    after = [
-        replace(known(ROUNDS, attempts=(make_attempt(cpu_s=cost),)), case_id=name)
-        for name, cost in zip(ids, costs, strict=True)
-    ]
+    showing = (known(ROUNDS, attempts=(make_attempt(cpu_s=cost),)) for cost in (9.0, 4.0, 6.0))
+    after = [replace(case, case_id=name) for name, case in zip(ids, showing, strict=True)]
     group = only(compared(before, after, ROUNDS))
     assert group.cases == tuple(ids) and group.example == ids[1]
 
@@ -288,7 +271,6 @@ def test_markdown_json_and_html_have_the_same() -> None:
 
 def test_a_signature_does_not_say_which_version_differs() -> None:
     finding = a_finding(check="traffic", message="2 calls are missing", differs="torch 2.16.0 differs from what holds")
-    one, other = (
-        signature_of(Verdict.CHANGED, (variant,), None) for variant in (finding, replace(finding, differs=""))
-    )
+    variants = (finding, replace(finding, differs=""))
+    one, other = (signature_of(Verdict.CHANGED, (variant,), None) for variant in variants)
     assert one == other is not None
