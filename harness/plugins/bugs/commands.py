@@ -105,6 +105,10 @@ Exit codes: 0 exported, 1 exported but it does not show the fault here.
 """
 
 
+_DATE = "The date that decides what options and defaults mean. Default: a version's, else today."
+_OUTPUT = "Write this file, in a folder bugs/. Default: cases/bugs/<id>.toml."
+
+
 @click.group(cls=Group, epilog="\b\nExamples:\n  fp8-harness bug import report.md\n  fp8-harness bug repro ao-1938")
 def bug() -> None:
     """Turn a bug report into a case: import, reproduce, shrink, export, check.
@@ -118,19 +122,9 @@ def bug() -> None:
 @click.option("--id", "bug_id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
 @click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
 @click.option("--version", "versions", metavar="PACKAGE=VERSION", multiple=True, help="What was run. Repeatable.")
-@click.option(
-    "--date",
-    "day",
-    type=click.DateTime(["%Y-%m-%d"]),
-    help="The date that decides what options and defaults mean. Default: a version's, else today.",
-)
+@click.option("--date", "day", type=click.DateTime(["%Y-%m-%d"]), help=_DATE)
 @click.option("--full-size", is_flag=True, help="Keep sizes and ranks as reported.")
-@click.option(
-    "--output",
-    metavar="FILE.toml",
-    type=options.FILE,
-    help="Write this file, in a folder bugs/. Default: cases/bugs/<id>.toml.",
-)
+@click.option("--output", metavar="FILE.toml", type=options.FILE, help=_OUTPUT)
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 @click.option("--dry-run", is_flag=True, help="Print the bug file, write nothing.")
 @options.json_option("what was understood")
@@ -205,6 +199,7 @@ def list_command(*, json_file: Path | None, project: Project) -> None:
     options.print_or_write(sections.bugs_sections(bugs), json_file, list(map(sections.bug_document, bugs)))
 
 
+_LIKE = "Look for the failure of an earlier `--json FILE.json`."
 # What commands that run a case of a bug share.
 _INJECT = "What makes the case fail: FILE.py:FUNCTION, fault:NAME, or planted: the faults of the bug file. Repeatable."
 _trial_options = options.compose_options(
@@ -230,12 +225,7 @@ def _with_trial(command: options.Command) -> options.Command:
 @bug.command("repro", epilog=_REPRO_EPILOG)
 @_trial_options
 @options.json_option("the results")
-@click.option(
-    "--like",
-    metavar="FILE.json",
-    type=options.EXISTING_FILE,
-    help="Look for the failure of an earlier `--json FILE.json`.",
-)
+@click.option("--like", metavar="FILE.json", type=options.EXISTING_FILE, help=_LIKE)
 @click.option(
     "--exit-code", "bisect", is_flag=True, help="Exit as `git bisect run` wants it: 0 gone, 1 there, 125 skip."
 )

@@ -213,24 +213,15 @@ machine failed.
 
 
 _RECIPES = [str(recipe) for recipe in choices("recipe") if recipe != "bf16"]
+_RECIPE = f"The FP8 recipe: {', '.join(_RECIPES)}. Default: the case's, or tensorwise."
+_LAYOUT = "A layout as in case ids: fsdp2, tp2, fsdp2-tp2, hsdp2x2. Repeatable. Default: fsdp2, tp2 and hsdp2x2."
 
 
 @click.command("check-target", epilog=_EPILOG)
 @click.argument("module")
 @click.argument("given", metavar="[CASE-ID|FILE]", required=False)
-@click.option(
-    "--recipe",
-    metavar="RECIPE",
-    type=click.Choice(_RECIPES),
-    help=f"The FP8 recipe: {', '.join(_RECIPES)}. Default: the case's, or tensorwise.",
-)
-@click.option(
-    "--layout",
-    "layouts",
-    metavar="WORDS",
-    multiple=True,
-    help="A layout as in case ids: fsdp2, tp2, fsdp2-tp2, hsdp2x2. Repeatable. Default: fsdp2, tp2 and hsdp2x2.",
-)
+@click.option("--recipe", metavar="RECIPE", type=click.Choice(_RECIPES), help=_RECIPE)
+@click.option("--layout", "layouts", metavar="WORDS", multiple=True, help=_LAYOUT)
 @json_option("the answer")
 @plan_parameter
 @project_parameter

@@ -297,29 +297,18 @@ Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3
 nothing ran, 4 infrastructure.
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
+_LAYOUTS = "Layouts as in case ids: single,fsdp4,tp2,fsdp2-tp2,hsdp2x2. Default: all meshes of 1, 2, 4, 8, … ranks."
+_GOLDEN = "Judge a golden file or log of torchtitan by the layouts; several by one another, and nothing runs."
+_BUDGET = f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
 _OF_THE_BASE = ("jobs", "slots")
 _OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 
 
 @click.command("parity", epilog=_EPILOG)
 @click.argument("named", metavar="[CASE-ID|FILE]", required=False)
-@click.option(
-    "--layouts",
-    "asked",
-    metavar="WORDS,…",
-    help="Layouts as in case ids: single,fsdp4,tp2,fsdp2-tp2,hsdp2x2. Default: all meshes of 1, 2, 4, 8, … ranks.",
-)
-@click.option(
-    "--golden",
-    "goldens",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    multiple=True,
-    help="Judge a golden file or log of torchtitan by the layouts; several by one another, and nothing runs.",
-)
-@options.run_option(
-    "budget_s", f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
-)
+@click.option("--layouts", "asked", metavar="WORDS,…", help=_LAYOUTS)
+@click.option("--golden", "goldens", metavar="FILE", type=options.FILE, multiple=True, help=_GOLDEN)
+@options.run_option("budget_s", _BUDGET)
 @click.option("--against", metavar="REV|PACKAGE==VERSION|VENV", help=_AGAINST)
 @options.run_option("inject")
 @options.json_option("the table")

@@ -97,6 +97,8 @@ MAX_WORLD = 4096
 # Why predictions and timings have no use for these axes.
 _NO_AXES = {"steps": "every step costs the same", "target": "a Llama costs the same, whoever trains it"}
 
+_PAIRS = "Pairs of jobs, one of the case and one of its BF16 twin."
+_WORLD = "Total ranks; FSDP takes those that TP and replicas leave."
 _machine_option = functools.partial(click.option, "--machine", metavar="NAME")
 
 
@@ -157,11 +159,7 @@ def _configured_cases(command: options.Command, *, metavar: str = "[CASE-ID]..."
         click.argument("named", metavar=metavar, nargs=nargs, required=False),
         click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
         click.option("--tokens", type=options.AT_LEAST_1, help="Tokens per data-parallel rank and step."),
-        click.option(
-            "--world",
-            type=click.IntRange(min=1, max=MAX_WORLD),
-            help="Total ranks; FSDP takes those that TP and replicas leave.",
-        ),
+        click.option("--world", type=click.IntRange(min=1, max=MAX_WORLD), help=_WORLD),
         axes_parameter(without=_NO_AXES, defaults=False),
     )(with_cases)
 
@@ -264,13 +262,7 @@ def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | N
 
 @predict.command("measure", epilog=_MEASURE_EPILOG)
 @_configured_cases
-@click.option(
-    "--pairs",
-    type=click.IntRange(min=3),
-    default=6,
-    show_default=True,
-    help="Pairs of jobs, one of the case and one of its BF16 twin.",
-)
+@click.option("--pairs", type=click.IntRange(min=3), default=6, show_default=True, help=_PAIRS)
 @click.option("--steps", type=options.AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")
 @click.option("--warmup", type=options.AT_LEAST_1, default=3, show_default=True, help="Warm-up steps per job.")
 @click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")

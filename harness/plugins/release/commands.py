@@ -225,6 +225,7 @@ CUDA.
 Exit codes: 0 GO, 1 NO-GO, 6 nothing was compared.
 """
 
+_REQUIRED = "The cases that the candidate must have passed, and how recently."
 _OF_THE_RUNS = ("sources", "expressions")
 _OF_THE_VERSIONS = ("environments", "index")
 _CODES = {Answer.GO: ExitCode.GOOD, Answer.NO_GO: ExitCode.FAILED, Answer.NOT_COMPARED: ExitCode.NOT_COMPARED}
@@ -234,12 +235,7 @@ _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and resu
 @click.command("compare", epilog=_EPILOG)
 @click.argument("sources", metavar="[A B | TIER|FILE|CASE-ID...]", nargs=-1)
 @click.option("--versions", metavar="PACKAGE=V1,V2", help="Run these cases with each version; compare V1 and the last.")
-@click.option(
-    "--required",
-    metavar="FILE",
-    type=options.FILE,
-    help="The cases that the candidate must have passed, and how recently.",
-)
+@click.option("--required", metavar="FILE", type=options.FILE, help=_REQUIRED)
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
 @click.option("--strict", is_flag=True, help="Cases that failed before gate too.")
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
