@@ -6,15 +6,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import (
-    AT_LEAST_1,
-    json_option,
-    open_progress,
-    plan_parameter,
-    print_report,
-    project_parameter,
-    query_parameter,
-)
+from harness.cli import options
 from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.case import Case
@@ -204,15 +196,18 @@ fault applies to the cases or reaches the target.
 """
 
 
+_CASES = "Plant each in up to N cases."
+
+
 @click.command("mutate", epilog=_EPILOG)
 @click.option("--fault", "names", metavar="NAME|CLASS", multiple=True, help="A fault, or a class: J. Repeatable.")
-@click.option("--cases-per-fault", type=AT_LEAST_1, default=2, show_default=True, help="Plant each in up to N cases.")
+@click.option("--cases-per-fault", type=options.AT_LEAST_1, default=2, show_default=True, help=_CASES)
 @click.option("--list", "listed", is_flag=True, help="List faults, their cases and the recorded scores, and exit.")
 @click.option("--record", is_flag=True, help="Store which rules found these faults, in golden/evidence/kills.json.")
-@json_option("the mutation matrix")
-@query_parameter("expressions", "target")
-@plan_parameter
-@project_parameter
+@options.json_option("the mutation matrix")
+@options.query_parameter("expressions", "target")
+@options.plan_parameter
+@options.project_parameter
 def mutate_command(  # noqa: PLR0913  one parameter per option
     *,
     names: tuple[str, ...],
@@ -238,11 +233,11 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
         for fault in faults:
             click.echo(_line(fault, hosts[fault.name]))
         if recorded := read_kills(project.root):
-            print_report([headlines_by_class(recorded.scores)], None, None)
+            options.print_report([headlines_by_class(recorded.scores)], None, None)
         return ExitCode.GOOD
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         matrix = run_mutations(project, faults, hosts, plan_for(), progress)
-    print_report(mutation_sections(matrix), json_file, matrix)
+    options.print_report(mutation_sections(matrix), json_file, matrix)
     if record and not matrix.interrupted:
         click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix, read_kills(project.root)))}", err=True)
     if matrix.interrupted:

@@ -9,27 +9,8 @@ import msgspec
 from harness.hints import run_cases
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import KnownFault, Quarantine, Required, quarantine_of
-from harness.plugins.release.cases import (
-    Goldens,
-    changed_goldens,
-    changed_tolerances,
-    failures,
-    lost_cases,
-    lost_checks,
-    other_references,
-    required_cells,
-    unfinished,
-)
+from harness.plugins.release import cases, numbers
 from harness.plugins.release.causes import Group, grouped
-from harness.plugins.release.numbers import (
-    Times,
-    changed_counts,
-    changed_speedups,
-    changed_times,
-    moved_numbers,
-    times,
-    twins,
-)
 from harness.plugins.release.sides import Allowance, Kind, Reason, Sides
 from harness.result import RunResult
 from harness.text import counted
@@ -88,7 +69,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...]  # of the environments
     inexact: tuple[str, ...]  # why numbers are compared by tolerance only; empty: to the last bit
     reasons: tuple[Reason, ...]
-    times: Times | None
+    times: numbers.Times | None
     notes: tuple[Note, ...]
     groups: tuple[Group, ...] = ()  # what moved, by origin and cause
 
@@ -111,7 +92,7 @@ def gate(
     terms: GatePolicy,
     *,
     names: tuple[str, str] = ("baseline", "candidate"),
-    goldens: Goldens = lambda case_id: None,
+    goldens: cases.Goldens = lambda case_id: None,
     words: Sequence[str] = (),
 ) -> Gate:
     """The answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
@@ -119,20 +100,20 @@ def gate(
     `words` are the options by which `bug repro --with` finds the environments of the two sides.
     """
     sides = Sides(baseline=baseline, candidate=candidate)
-    found_times = times(sides)
+    found_times = numbers.times(sides)
     raw_reasons = [
-        *failures(sides, strict=terms.strict),
-        *required_cells(sides, terms.required, terms.now),
-        *unfinished(sides),
-        *lost_cases(sides),
-        *lost_checks(sides),
-        *changed_goldens(sides, goldens),
-        *changed_tolerances(sides),
-        *other_references(sides),
-        *changed_counts(sides),
-        *moved_numbers(sides),
-        *changed_speedups(sides),
-        *changed_times(found_times, gates=terms.gate_times or sides.environments[1].device not in ("", "cpu")),
+        *cases.failures(sides, strict=terms.strict),
+        *cases.required_cells(sides, terms.required, terms.now),
+        *cases.unfinished(sides),
+        *cases.lost_cases(sides),
+        *cases.lost_checks(sides),
+        *cases.changed_goldens(sides, goldens),
+        *cases.changed_tolerances(sides),
+        *cases.other_references(sides),
+        *numbers.changed_counts(sides),
+        *numbers.moved_numbers(sides),
+        *numbers.changed_speedups(sides),
+        *numbers.changed_times(found_times, gates=terms.gate_times or sides.environments[1].device not in ("", "cpu")),
     ]
     reasons = sorted((_judged(reason, terms) for reason in raw_reasons), key=lambda reason: reason.order)
     gates = any(reason.gates for reason in reasons)
@@ -197,13 +178,13 @@ def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> It
     if new := [name for name in sides.after if name not in sides.before]:
         yield Note(text=f"new in the candidate: {counted(len(new), 'case')}, not compared with anything")
     sound = ((pair.baseline, pair.candidate) for pair in sides.compared)
-    if unmeasured := sum(any(case.losses and case.measured is None for case in cases) for cases in sound):
-        cases = counted(unmeasured, "case")
-        yield Note(text=f"no numbers were kept of {cases}: only verdicts and checks are compared")
+    if unmeasured := sum(any(case.losses and case.measured is None for case in both) for both in sound):
+        many = counted(unmeasured, "case")
+        yield Note(text=f"no numbers were kept of {many}: only verdicts and checks are compared")
     if not sides.same_device:
         yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")
     moved = [reason.case for reason in raw_reasons if reason.case and reason.kind is Kind.MOVED]
-    if missing := sorted({twins(parse_case_id(case))[0] for case in moved}):
+    if missing := sorted({numbers.twins(parse_case_id(case))[0] for case in moved}):
         more = f" (the first {_SHOWN_TWINS} of {len(missing)})" if len(missing) > _SHOWN_TWINS else ""
         text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
         yield Note(text=text, command=run_cases(*missing[:_SHOWN_TWINS]))
