@@ -294,6 +294,8 @@ def derived_parity_tolerance(
     per_step = _never_less([PARITY_MARGIN * largest(distances) for distances in counted])
     if case.model.experts and case.layout.tp > 1:
         per_step = [max(allowed, Limit("derived.sent_elsewhere")) for allowed in per_step]
+    # As far apart as a gradient is large, two runs have parted: how much further is chance.
+    per_step = [allowed if allowed < 1 else max(allowed, Limit("derived.parted")) for allowed in per_step]
     key = parity_key(case, numerics)
     if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
         per_step[0] = Limit("derived.added")
