@@ -14,21 +14,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from harness.durable import write_whole
+from harness.plugins.bugs import export
 from harness.plugins.bugs.bugfile import UNREPORTED
-from harness.plugins.bugs.export import (
-    Source,
-    constants,
-    failed_checks,
-    failure_of,
-    file_name,
-    gather,
-    patch_of,
-    planted_title,
-    quoted,
-    setup_of,
-    title_of,
-    with_values,
-)
 from harness.plugins.bugs.trials import NamedCase
 from harness.result import CaseResult
 from harness.running.plan import Injection
@@ -91,15 +78,15 @@ def export_test(
 
     Without `proves` it is the first model. `fixes`: FILE.py:FUNCTION with which it passes.
     """
-    values = constants(named.case, failure_of(result), failed_checks(result))
-    patches = tuple(patch_of(injection, folder) for injection in injections)
+    values = export.constants(named.case, export.failure_of(result), export.failed_checks(result))
+    patches = tuple(export.patch_of(injection, folder) for injection in injections)
     trials: list[Trial] = [("now", "red", ())]
     if patches:
         injected = f"with {' and '.join(injection.text for injection in injections)}"
         trials = [("as it is", "green", ()), (injected, "red", patches)]
     elif fixes:
         trials.append(("with the fix", "green", tuple(fixes)))
-    file = folder / f"test_{re.sub(r'[^a-z0-9]+', '_', file_name(named))}.py"
+    file = folder / f"test_{re.sub(r'[^a-z0-9]+', '_', export.file_name(named))}.py"
     head = _head(named, result, injections, str(values["DETECT"]))
     for model, chosen in models(values):
         text = pytest_file(chosen, head=head)
@@ -111,15 +98,14 @@ def export_test(
 
 
 def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection], detects: str) -> str:
-    case = named.case
-    planted = planted_title(injections)
-    title = planted or title_of(named, result)
+    setup, planted = export.setup_of(named.case), export.planted_title(injections)
+    title = planted or export.title_of(named, result)
     versions = " and ".join(f"{package} {installed_version(package)}" for package in OLDEST)
     link = f", {named.bug.bug.link}" if named.bug is not None and named.bug.bug.link != UNREPORTED else ""
     seen = f"It passes with {versions}." if injections else f"It fails with {versions}{link}."
-    about = textwrap.fill(f"{setup_of(case)[0].upper()}{setup_of(case)[1:]}. {_ASSERTS[detects]} {seen}", _WIDTH)
-    name = textwrap.shorten(quoted(title), _WIDTH - 14, placeholder=" …")
-    return f'"""{"A guard against: " if planted else ""}{name}.\n\n{quoted(about)}\n"""'
+    about = textwrap.fill(f"{setup[0].upper()}{setup[1:]}. {_ASSERTS[detects]} {seen}", _WIDTH)
+    name = textwrap.shorten(export.quoted(title), _WIDTH - 14, placeholder=" …")
+    return f'"""{"A guard against: " if planted else ""}{name}.\n\n{export.quoted(about)}\n"""'
 
 
 def models(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -142,14 +128,14 @@ def pytest_file(values: Mapping[str, object], *, head: str) -> str:
     """Return the text of the file for these constants of the template. `head` is its docstring."""
 
     @functools.cache
-    def read(module: str) -> Source:
+    def read(module: str) -> export.Source:
         text = (_WORKER / f"{module.rpartition('.')[2]}.py").read_text()
-        return Source(with_values(text, {**values, "DEVICE": "cpu"}))
+        return export.Source(export.with_values(text, {**values, "DEVICE": "cpu"}))
 
     imports: set[str] = set()
     texts: dict[tuple[str, str], str] = {}
     for name in ("pytestmark", _TESTS[str(values["DETECT"])]):
-        gather(_TEST, name, imports, texts, read)
+        export.gather(_TEST, name, imports, texts, read)
     places = [(module, name) for module in (_SCRIPT, _TEST) for name in read(module).definitions]
     parts = {True: list[str](), False: list[str]()}  # constants, and the rest
     for place in (place for place in places if place in texts):
