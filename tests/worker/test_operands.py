@@ -17,7 +17,7 @@ from harness.checks.divergence import with_operands
 from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import DIFFERENT, RULES, check_scales
-from harness.checks.traffic import AMAX_MISSING, GATHERS, VOLUME, check_traffic
+from harness.checks.traffic import AMAX_MISSING, GATHERS, REDUCE_DTYPE, VOLUME, check_traffic
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.linears import gemms
@@ -295,8 +295,8 @@ def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_on
         (
             "gradients_reduced_in_another_dtype",
             "fsdp2-tensorwise-v2048-gb4-s1-reduce.b16-b16",
-            VOLUME,
-            {"kind": "reduce_scatter", "op": "sum", "dtype": "float32"},
+            REDUCE_DTYPE,
+            {"dtypes": "float32", "asked": "bfloat16"},
         ),
     ],
 )
