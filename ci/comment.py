@@ -163,9 +163,9 @@ def comment(folder: Path, *, head: str, page: str, ended: str = "") -> str:
         raise HarnessError(f"says exit code {outcome.exit_code}, and the job ended with {ended}.", where=where)
     if (folder / TABLE).exists():
         parity, run = read_json(folder / TABLE, Parity, command="parity --json"), read_results(folder / RUN)
-        if [row.case_id for row in parity.rows] != [result.case_id for result in run.results]:
+        if [row.case_id for row in parity.every] != [result.case_id for result in run.results]:
             raise HarnessError("the table and the results are of other cases.", where=where)
-        if not exit_code_of(parity.rows, run) == parity.exit_code == outcome.exit_code:
+        if not exit_code_of(parity.every, run) == parity.exit_code == outcome.exit_code:
             raise HarnessError(f"exit code {outcome.exit_code} is not that of the results.", where=where)
         table = parity_markdown(parity, run).strip()
     else:

@@ -47,7 +47,7 @@ def _factor(text: str) -> float:
 
 PROMISES: Mapping[str, Promise] = {
     f"{table}.{row}": msgspec.convert(fields, Promise)
-    for table, rows in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    for table, rows in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
     for row, fields in rows.items()
 }
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from harness.hints import run_cases
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.promises import Limit
@@ -301,7 +302,7 @@ def _explained(case: Case, noun: str, times: Factor, reference: float | None) ->
     if len(causes) == 1:
         return Explanation(what, next(iter(causes.values())), times)
     other = replace(case, train=replace(case.train, accumulation=1 if case.train.accumulation > 1 else 2))
-    told = f"run `fp8-harness run {case_id(other)}`: what does not change with the microbatches is of the ranks."
+    told = f"run `{run_cases(case_id(other))}`: what does not change with the microbatches is of the ranks."
     return Explanation(what, told if len(causes) > 1 else "", times)
 
 

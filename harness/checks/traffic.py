@@ -34,7 +34,7 @@ _PADDING = Limit("traffic.padding")
 _rule = Rules(
     "traffic",
     Stage.COLLECTIVES,
-    only={"an own target": "unknown-ranks gradients-not-summed reduce-dtype sequence-parallel not-precomputed"},
+    only={"an own target": "unknown-ranks gradients-not-summed sequence-parallel not-precomputed"},
 )
 VOLUME = _rule("volume", "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC)
 GATHERS = _rule(

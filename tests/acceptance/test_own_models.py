@@ -48,7 +48,7 @@ def test_clean_runs_pass_and_a_fault_of_torchao_is_known_in_a_project_without_re
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 cases: 6 passed, 1 known" in done.stdout
     known_fault = sentence_of_record(read_run(result))
-    assert known_fault.startswith("fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather")
+    assert known_fault.startswith("fp8-all-gather-scale-per-tp-rank (")
     assert known_fault in done.stdout
 
 
@@ -56,7 +56,7 @@ def sentence_of_record(document: dict[str, Any]) -> str:
     """The name and the reason of the one known fault that is told."""
     findings = [finding for case in document["cases"] for finding in case["findings"]]
     (values,) = [finding["values"] for finding in findings if finding["rule"] == KNOWN_FAULT.name]
-    return f"{values['fault']}: {values['reason']}"
+    return f"{values['fault']} ({values['link']}), passes with the candidate fix: {values['reason']}"
 
 
 @pytest.mark.sweep

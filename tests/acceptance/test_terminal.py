@@ -72,7 +72,7 @@ def test_progress_and_table_fit(project: Command, columns: int) -> None:
     frames = [line for line in lines if "━" in line]
     running = [frame for frame in frames if "seed6" in frame or "…" in frame]
     assert running and all(len(frame) < columns for frame in frames)
-    assert all(re.search(r"━ [0-5]/5 0:00:\d\d ", frame) for frame in running)
+    assert all(re.search(r"━ \d+/\d+ 0:00:\d\d ", frame) for frame in running)
     for name in (line.split()[1] for line in project.run("list", "slow").stdout.splitlines()):
         assert sum(line.startswith(name) for line in lines) == 1
     assert sum("passed" in line for line in lines) == 5 + 1
@@ -83,7 +83,7 @@ def test_progress_and_table_fit(project: Command, columns: int) -> None:
 def test_an_interrupt_leaves_one_line_for_what_was_not_run(project: Command) -> None:
     slow_tier(project)
     terminal = OnTerminal(project, 80, "run", "slow", "--device", "cpu", "-j", "1")
-    terminal.read_until("1/5")
+    terminal.read_until("2/")
     time.sleep(0.2)
     terminal.process.send_signal(signal.SIGINT)
     text = terminal.read_until()
@@ -98,7 +98,7 @@ def test_a_closed_terminal_ends_a_run_as_an_interrupt_does(project: Command) -> 
     slow_tier(project)
     out = project.folder / "partial.json"
     terminal = OnTerminal(project, 80, "run", "slow", "--device", "cpu", "-j", "1", "--json", str(out))
-    terminal.read_until("1/5")
+    terminal.read_until("2/")
     family = psutil.Process(terminal.process.pid).children(recursive=True)
     terminal.close()
     terminal.process.send_signal(signal.SIGHUP)
