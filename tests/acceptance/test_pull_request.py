@@ -163,7 +163,7 @@ def assert_told(job: Job, *texts: str) -> None:
     rows = {row["layout"]: row for row in json.loads(job.left("table.json"))["rows"]}
     assert {name: row["change"] for name, row in rows.items()} == {"fsdp2": "same bits", "tp2-nosp-nolp": "now wrong"}
     suite = ElementTree.fromstring(job.left("junit.xml"))
-    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert (suite.get("tests"), suite.get("failures")) == ("7", "1")  # two layouts, five single steps
     left = git(job.project, "status", "--porcelain").splitlines()
     assert all("cache__" in line or "egg-info" in line or ".fp8-harness" in line for line in left), left
 
