@@ -34,16 +34,17 @@ def _adam(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tu
     """Return the values after a step, and how large the terms are that they are the sums of."""
     (first, second), decay, steps = options["betas"], options["weight_decay"], was["step"] + 1
     apart = options.get("decoupled_weight_decay", False)
-    grad = was["grad"] * (-1 if options["maximize"] else 1) + (0 if apart else decay) * was["param"]
+    decayed = (0 if apart else decay) * was["param"]
+    grad = was["grad"] * (-1 if options["maximize"] else 1) + decayed
     mean = first * was["exp_avg"] + (1 - first) * grad
     square = second * was["exp_avg_sq"] + (1 - second) * grad**2
     size = options["lr"] / (1 - first**steps) / (np.sqrt(square / (1 - second**steps)) + options["eps"])
-    terms = abs(was["exp_avg"]) + abs(grad)
+    terms = abs(was["exp_avg"]) + abs(was["grad"]) + abs(decayed)
     param = was["param"] * (1 - (options["lr"] * decay if apart else 0)) - size * mean
     return {
         "param": (param, abs(was["param"]) + size * terms),
         "exp_avg": (mean, terms),
-        "exp_avg_sq": (square, square),
+        "exp_avg_sq": (square, was["exp_avg_sq"] + (abs(was["grad"]) + abs(decayed)) ** 2),
         "step": (steps, steps),
     }
 
@@ -51,10 +52,11 @@ def _adam(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tu
 def _sgd(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tuple[Values, Values]]:
     """Return the same of SGD."""
     momentum = options["momentum"]
-    grad = was["grad"] * (-1 if options["maximize"] else 1) + options["weight_decay"] * was["param"]
+    decayed = options["weight_decay"] * was["param"]
+    grad = was["grad"] * (-1 if options["maximize"] else 1) + decayed
     kept = momentum * was["momentum_buffer"] + grad if momentum else was["momentum_buffer"]
     step = grad + momentum * kept if options["nesterov"] or not momentum else kept
-    terms = abs(grad) + abs(kept - grad)
+    terms = abs(was["grad"]) + abs(decayed) + abs(kept - grad)  # which may cancel each other
     return {
         "param": (was["param"] - options["lr"] * step, abs(was["param"]) + 2 * options["lr"] * terms),
         "momentum_buffer": (kept, terms),
