@@ -1,7 +1,7 @@
 """The work on one case: a run on ranks, then one verdict.
 
 Owns how a `CaseResult` is put together. Every front end runs cases through here, so that they cannot differ. What a
-case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`retry.py`).
+case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`outcome.py`).
 """
 
 import traceback
