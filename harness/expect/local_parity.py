@@ -169,12 +169,21 @@ def _gradient(case: Case, distance: ModuleDistance, bits: Bits) -> float:
         # the replay rounds the sum over TP ranks of every piece; ranks add up microbatches first
         return _rounding(train.dtype, spread=max(1.0, distance.spread), parts=layout.tp * train.accumulation)
     if bits.same and bits.summed and bits.reduced:
-        return EXACT
+        return _rounding(case.parameter_dtype) if _is_summed_by_columns(case, distance) else EXACT
     reduced = _rounding(train.reduce_dtype, spread=1.0, parts=layout.dp * layout.tp)
     summed = max(reduced, _rounding(case.parameter_dtype))
     if (bits.same and bits.summed) or train.dtype == "float32" or layout.tp == 1 or _is_converted(case, module):
         return summed
     return _rounding(train.dtype, spread=max(1.0, distance.spread), parts=layout.tp)
+
+
+def _is_summed_by_columns(case: Case, distance: ModuleDistance) -> bool:
+    """Return True for the bias of a converted linear of which TP ranks have columns: how many decides how a CPU sums.
+
+    The replay multiplies for all ranks at once. In high precision it does so for each of them.
+    """
+    linear, is_bias = distance.fqn.removesuffix(".bias"), distance.fqn.endswith(".bias")
+    return is_bias and case.layout.tp > 1 and _is_converted(case, linear) and linear_name(linear) not in ROWWISE
 
 
 def _is_of_block(distance: ModuleDistance) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
-from harness.matrix.linears import linear_features, linear_fqns, linear_name, parameter_count
+from harness.matrix.linears import ROWWISE, linear_features, linear_fqns, linear_name, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
 from harness.promises import Limit
 from harness.registry import REFERENCE, computes_on_plain_shards, is_llama
@@ -116,10 +116,15 @@ def _spread_out(steps: int, at_most: int) -> tuple[int, ...]:
 
 
 def _recorded_bytes(case: Case) -> int:
-    """Bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32."""
-    features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
-    activations = case.train.tokens * sum(inputs + outputs for inputs, outputs in features)
-    return 2 * (4 * parameter_count(case) + ITEM_BYTES[case.train.dtype] * activations)
+    """Bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32.
+
+    Under TP every rank has all of a sum's terms: of the outputs of row-wise linears, of the input gradients of others.
+    """
+    features = {fqn: linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)}
+    summed = sum(sizes[any(fqn.endswith(name) for name in ROWWISE)] for fqn, sizes in features.items())
+    between = (4 * case.model.shape.layers + 3) * case.model.shape.dim  # norms, and the embedding
+    width = 2 * (sum(map(sum, features.values())) + between) + (case.layout.tp - 1) * summed
+    return 2 * 4 * parameter_count(case) + ITEM_BYTES[case.train.dtype] * case.train.tokens * width
 
 
 def gradients_are_followed(case: Case) -> bool:

@@ -55,6 +55,20 @@ def test_a_gradient_may_be_rounded_to_the_dtype_of_its_parameter() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "linear", "exact"),
+    [
+        ("tp8-rowwise-bias", "attention.wq", False),  # a CPU sums 16 columns in another order than 128
+        ("tp8-rowwise-bias", "attention.wo", True),
+        ("tp8-bf16-bias", "attention.wq", True),
+        ("fsdp2-rowwise-bias", "attention.wq", True),
+    ],
+)
+def test_columns_of_a_bias_are_summed_in_another_order(words: str, linear: str, exact: bool) -> None:
+    of_bias = {"kind": "grad", "fqn": f"layers.0.{linear}.bias", "part": None, "parts": 1}
+    assert (allowed(parse_case_id(f"{words}-v2048-f32"), bits=SAME, **of_bias) == EXACT) is exact
+
+
+@pytest.mark.parametrize(
     ("changes", "exact"),
     [
         ({"kind": "output"}, True),
@@ -117,6 +131,7 @@ def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
         ("tp2-tensorwise-v2048-s12-b16", tuple(range(1, 13))),
         ("tp2-tensorwise-v2048-s50-b16", (1, 2, 3, 4, 5, 6, 13, 20, 28, 35, 42, 50)),
         ("tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16", (1, 2, 50)),  # 150 MB a step
+        ("tp8-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16", (1, 50)),  # every rank has the terms of a sum
         ("tp2-tensorwise-llama3.8b.layer-v2048-b16", ()),  # 2 GB a step
     ],
 )

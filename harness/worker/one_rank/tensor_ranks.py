@@ -261,17 +261,25 @@ def of_columns(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 def of_rows(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear in high precision whose inputs are sharded. It returns the parts: [ranks, ...].
-
-    DTensor gives every rank an equal share of the bias.
-    """
+    """Return the forward of a linear in high precision whose inputs are sharded. It returns the parts: [ranks, ...]."""
 
     def forward(given: Tensor) -> Tensor:
         inputs, weights = _chunks(given, ranks, -1), _chunks(linear.weight, ranks, 1)
-        bias = None if linear.bias is None else linear.bias / ranks
-        return torch.stack([F.linear(*operands, bias) for operands in zip(inputs, weights, strict=True)])
+        biases = [None] * ranks if linear.bias is None else _shares_of_bias(linear.bias, ranks)
+        return torch.stack([F.linear(*operands) for operands in zip(inputs, weights, biases, strict=True)])
 
     return forward
+
+
+def _shares_of_bias(bias: Tensor, ranks: int) -> list[Tensor]:
+    """Return what DTensor gives every rank of a bias: an equal share.
+
+    Every rank gets the whole gradient, so one share has it: the sum of all would be rounded before it is divided.
+    """
+    share = bias / ranks
+    if share.requires_grad:
+        share.register_hook(lambda gradient: gradient * ranks)
+    return [share, *[share.detach()] * (ranks - 1)]
 
 
 def of_sequence(

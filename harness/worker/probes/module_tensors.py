@@ -16,12 +16,14 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, Numerics, replayed_steps
+from harness.registry import is_llama
 from harness.trace.model import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import bytes_of, ordered_digest
 from harness.worker.tensors.names import clean_fqn, dtype_name, is_compiled, mark_owned
 from harness.worker.tensors.places import Places, local_shard, local_tensor
+from harness.worker.tensors.reduction import of_all_ranks
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 MODULES = (nn.Linear, *NORMS, nn.Embedding)  # everything between them is repeated from their results
@@ -45,6 +47,7 @@ class ModuleTensorProbe(Probe):
 
     def __init__(self, case: Case, device: torch.device, numerics: Numerics) -> None:
         super().__init__(case, device)
+        self._device = device
         self._steps = replayed_steps(case, numerics)
         self._seen: list[_Seen] = []
         self._hooks: list[_Hooks] = []
@@ -105,13 +108,14 @@ class ModuleTensorProbe(Probe):
         if (self._recording and not is_later) or self._step + 1 in self._steps:
             for name, param in model.named_parameters():
                 self._add(clean_fqn(name), "param", param, self._parameters)
-        if self._recording:
+        if self._recording and not is_llama(self._case.target):
             self._stop_if_too_large()
 
     def _stop_if_too_large(self) -> None:
-        held_bytes = sum(len(shard.data or b"") for shard in self._shards)
+        """All ranks stop, or none: the first holds alone what ranks have the same of."""
+        held_bytes = torch.tensor(float(sum(len(shard.data or b"") for shard in self._shards)), device=self._device)
         recorded = sum(step <= self._step for step in self._steps)
-        if held_bytes * self._case.world_size / recorded * len(self._steps) > RECORDED_BYTES:
+        if of_all_ranks(held_bytes).sum().item() / recorded * len(self._steps) > RECORDED_BYTES:
             self._steps = ()
             self._shards.clear()
 
