@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,28 @@ class Controller:
         self.judging_cpu_s = 0.0
         self.waiting_s = 0.0
         self._lock = threading.Lock()
-        self._judge, self._taken = CaseJudge.judge, SlotTable.taken
+        self._taken = SlotTable.taken
 
     def install(self) -> None:
         """Measure from here on."""
         controller = self
 
-        def judge(self: CaseJudge, *args: Any) -> Any:
-            begun = time.thread_time()
-            try:
-                return controller._judge(self, *args)
-            finally:
-                with controller._lock:
-                    controller.judging_cpu_s += time.thread_time() - begun
+        def timed(judges: Callable[..., Any]) -> Callable[..., Any]:
+            def judge(*args: Any) -> Any:
+                begun = time.thread_time()
+                try:
+                    return judges(*args)
+                finally:
+                    with controller._lock:
+                        controller.judging_cpu_s += time.thread_time() - begun
+
+            return judge
 
         def taken(self: SlotTable, *args: Any, **options: Any) -> Any:
             return _Timed(controller._taken(self, *args, **options), controller)
 
-        CaseJudge.judge = judge  # type: ignore[method-assign, assignment]
+        CaseJudge.judge = timed(CaseJudge.judge)  # type: ignore[method-assign]
+        CaseJudge.concluded = timed(CaseJudge.concluded)  # type: ignore[method-assign]
         SlotTable.taken = taken  # type: ignore[method-assign]
 
     def waited(self, seconds: float) -> None:

@@ -10,10 +10,8 @@ from types import MappingProxyType
 import msgspec
 
 from harness.expect.expectations import Expectations
-from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, reference_case, solo_case
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.request import RunRequest, noise_of
 from harness.trace import Run
 from harness.trace.record import Patch
@@ -86,7 +84,7 @@ def needs(
         converted = None if expect.model is None else expect.converted_fqns
         wanted += [noisy_reference(case, draw, converted) for draw in range(1, DRAWS + 1)]
     if sketched and with_partner and expect.relation is not None:
-        wanted.append(partner_reference(case, expect.numerics, fixes))
+        wanted.append(partner_reference(expect, fixes))
     if sketched and "module_tensors" in recorded:
         wanted.append(replay_reference(case, run))
     return tuple(reference for reference in wanted if run is None or reference.request is not None)
@@ -124,16 +122,13 @@ def noisy_reference(case: Case, draw: int, converted: tuple[str, ...] | None) ->
     return Reference(role=NOISE[draw - 1], name=name, case=reference, request=request)
 
 
-def partner_reference(
-    case: Case, numerics: Numerics = VIRTUAL_DEVICE, fixes: Mapping[str, Patch] = MappingProxyType({})
-) -> Reference:
+def partner_reference(expect: Expectations, fixes: Mapping[str, Patch] = MappingProxyType({})) -> Reference:
     """Return the run of the partner of a case that has one (`relations.py`), with `fixes` against recorded faults.
 
     One that stands for the modules of a compiled case has their distances from a replay as well.
     """
-    relation = partner(case, numerics)
-    assert relation is not None, f"{case_id(case)} has no partner"
-    other, replayed = relation.partner, stands_for_modules(case, relation, numerics)
+    assert expect.relation is not None, f"{case_id(expect.case)} has no partner"
+    other, replayed = expect.relation.partner, expect.stands_for_modules
     name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *fixes])
     probes = ("sketches", "module_tensors") if replayed else ("sketches",)
     request = RunRequest(case=other, probes=probes, injections=tuple(fixes.values()))

@@ -146,7 +146,6 @@ class CaseJudge:
     def judge(
         self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """Return the verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
         golden, source = _golden(basis, have)
         witnesses = replace(
@@ -160,8 +159,14 @@ class CaseJudge:
         )
         if run.complete:
             witnesses = _with_derived_tolerances(case, _with_model(case, run, witnesses, have), have, run)
-        judged, numbers = judge(case, run, status, witnesses), measured(case, run, witnesses)
-        explained = _explained(run, replace(judged, golden=source, measured=numbers), have, witnesses)
+        return replace(judge(case, run, status, witnesses), golden=source, measured=measured(case, run, witnesses))
+
+    def concluded(
+        self, case: Case, run: Run, judgement: Judgement, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """Return it with the first operand that differs and recorded faults; those with a fix in `fixes` are gone."""
+        basis = self._judged_by[case_id(case)]
+        explained = _explained(run, judgement, have, basis.witnesses) if run.complete else judgement
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, explained.findings) if fault.fix not in mended)
         return with_doubts(with_known_faults(explained, left, datetime.date.today()), basis.doubts)
@@ -195,14 +200,14 @@ _COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # 
 
 def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witnesses) -> Judgement:
     """Return the judgement with the first operand that differs, and what explains a wrong gradient or reference."""
-    expect, findings = witnesses.expect, judgement.findings
-    case, with_all = expect.case, finished(have.get(references.OPERANDS))
+    findings, case = judgement.findings, witnesses.expect.case
+    with_all, solo = finished(have.get(references.OPERANDS)), finished(have.get(references.SOLO))
     if with_all is not None:
+        expect = _with_model(case, run, witnesses, have).expect
         findings = by_cause(
             with_operands(findings, case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics)
         )
-    solo = finished(witnesses.solo)
-    if solo is not None and any(finding.check in _COMPARED for finding in findings):
+    if solo is not None and _is_sketched(run) and any(finding.check in _COMPARED for finding in findings):
         findings = by_cause((*findings, *reference_without_fsdp(case, run, solo)))
     return replace(judgement, findings=findings)
 

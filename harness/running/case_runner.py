@@ -57,7 +57,16 @@ class Judge(Protocol):
     def judge(
         self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """Return the verdict on what came back from the ranks, which ran with `fixes`; `have`: the references."""
+        """Return the verdict on what came back from the ranks, which ran with `fixes`; `have`: the references.
+
+        It is `concluded` afterwards.
+        """
+
+    def concluded(
+        self, case: Case, run: Run, judgement: Judgement, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """Return the judgement with what explains it: by the references for a failure, and by what is recorded."""
+        return judgement
 
 
 class Judged(NamedTuple):
@@ -122,15 +131,14 @@ class CaseRunner:
         return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
 
     def _compared(self, case: Case, run: Run, status: JobStatus, fixes: Sequence[Injection]) -> Judgement:
-        """Return the judgement by all references that the case wants, then by those that explain its failure."""
+        """Return the judgement by all references that the case wants, explained by those for its failure."""
         have: dict[str, Run | None] = {}
         while wanted := [each for each in self._judge.needs(case, run, have, fixes) if each.role not in have]:
             have |= self._references.get_all(wanted)
         judgement = self._judge.judge(case, run, status, have, fixes)
-        more = self._judge.needs_if_failing(case, run, judgement)
-        if not more:
-            return judgement
-        return self._judge.judge(case, run, status, {**have, **self._references.get_all(more)}, fixes)
+        if more := self._judge.needs_if_failing(case, run, judgement):
+            have |= self._references.get_all(more)
+        return self._judge.concluded(case, run, judgement, have, fixes)
 
     def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
         """The result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.

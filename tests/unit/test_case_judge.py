@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from harness.checks import judge as checks_judge
 from harness.checks import reported
 from harness.checks.catalogue import BROKEN, CHECKS
+from harness.checks.judge import Judgement
 from harness.checks.loss_vs_golden import LOSS, NO_GOLDEN, NO_TOLERANCE
 from harness.checks.parity import NO_REFERENCE
 from harness.evidence.golden import write_golden
@@ -67,8 +68,14 @@ def judge(*cases: Case, known: tuple[KnownFault, ...] = (), **given: Any) -> Cas
     )
 
 
+def concluded(
+    judge: CaseJudge, run: Run, have: RunsByRole = NONE, fixes: tuple[Injection, ...] = (), case: Case = CASE
+) -> Judgement:
+    return judge.concluded(case, run, judge.judge(case, run, "ok", have, fixes), have, fixes)
+
+
 def findings(run: Run, have: RunsByRole = NONE, **given: Any) -> list[Finding]:
-    return list(judge(**given).judge(CASE, run, "ok", have).findings)
+    return list(concluded(judge(**given), run, have).findings)
 
 
 def roles(wanted: Iterable[Reference]) -> list[str]:
@@ -197,20 +204,20 @@ def test_a_check_that_breaks_takes_no_other_finding_with_it(monkeypatch: pytest.
 
     breaks = replace(reported.check_finite, function=broken)
     monkeypatch.setattr(checks_judge.judge, "__defaults__", ((breaks, *CHECKS[1:]),))
-    judgement = judge().judge(CASE, off, "ok")
+    judgement = concluded(judge(), off)
     assert judgement.verdict is Verdict.NUMERIC
     assert {LOSS.name, BROKEN.name} <= {finding.rule for finding in judgement.findings}
-    alone = judge().judge(CASE, make_run(CASE), "ok")
+    alone = concluded(judge(), make_run(CASE))
     assert alone.verdict is Verdict.INFRA and "check finite: KeyError" in alone.findings[0].message
 
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:
     off = make_run(CASE, losses=(8.0, 9.0))
-    judgement = judge(known=(KNOWN,)).judge(CASE, off, "ok")
+    judgement = concluded(judge(known=(KNOWN,)), off)
     assert judgement.verdict is Verdict.KNOWN
     assert [finding.rule for finding in judgement.findings[:2]] == ["judge/known", LOSS.name]
     other = replace(KNOWN, requires=(Symptom(rule="loss_vs_golden/frozen"),))
-    assert judge(known=(other,)).judge(CASE, off, "ok").verdict is Verdict.NUMERIC
+    assert concluded(judge(known=(other,)), off).verdict is Verdict.NUMERIC
 
 
 def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
@@ -218,9 +225,9 @@ def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
     off = make_run(CASE, losses=(8.0, 9.0))
     (fix,) = judge(known=(fixed,)).fixes(CASE)
     assert fix.text == "x.py:apply"
-    assert judge(known=(fixed,)).judge(CASE, off, "ok", NONE, (fix,)).verdict is Verdict.NUMERIC
-    assert judge(known=(fixed,)).judge(CASE, make_run(CASE), "ok", NONE, (fix,)).verdict is Verdict.PASSED
-    assert judge(known=(fixed, other)).judge(CASE, off, "ok", NONE, (fix,)).verdict is Verdict.KNOWN
+    assert concluded(judge(known=(fixed,)), off, NONE, (fix,)).verdict is Verdict.NUMERIC
+    assert concluded(judge(known=(fixed,)), make_run(CASE), NONE, (fix,)).verdict is Verdict.PASSED
+    assert concluded(judge(known=(fixed, other)), off, NONE, (fix,)).verdict is Verdict.KNOWN
 
 
 @pytest.mark.parametrize("verdict", [Verdict.NUMERIC, Verdict.CRASH, Verdict.HANG])

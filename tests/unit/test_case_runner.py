@@ -188,7 +188,7 @@ class References:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.NUMERIC])
-def test_a_failure_is_judged_again_with_what_explains_it(verdict: Verdict) -> None:
+def test_a_failure_is_judged_once_and_concluded_with_what_explains_it(verdict: Verdict) -> None:
     seen: list[set[str]] = []
 
     class Explaining(FakeJudge):
@@ -200,10 +200,16 @@ def test_a_failure_is_judged_again_with_what_explains_it(verdict: Verdict) -> No
         def needs_if_failing(self, case: Case, run: Run, judgement: Judgement) -> tuple[Reference, ...]:
             return () if judgement.verdict.good else (operands_reference(case),)
 
+        def concluded(
+            self, case: Case, run: Run, judgement: Judgement, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+        ) -> Judgement:
+            seen.append({*have})
+            return judgement
+
     references, said = References(), Judgement(verdict=verdict, findings=())
-    explaining = Explaining(said, PASSED, before=lambda have, _: seen.append({*have}))
+    explaining = Explaining(said, PASSED, before=lambda have, _: seen.append({"judged", *have}))
     result = runner(explaining, FakeExecutor(), references).run(CASE)
     assert result is not None and result.verdict is verdict
     more = [] if verdict.good else [["operands"]]
     assert references.asked == [["solo"], *more]
-    assert seen == [{"solo"}, *([] if verdict.good else [{"solo", "operands"}])]
+    assert seen == [{"judged", "solo"}, {"solo"} if verdict.good else {"solo", "operands"}]

@@ -20,6 +20,7 @@ from harness.evidence.references import (
     solo_reference,
     unprobed_reference,
 )
+from harness.expect.expectations import Expectations
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns
 from harness.request import RunRequest
@@ -68,7 +69,11 @@ def cache(executor: FakeExecutor, folder: Path, *, content: str = "these package
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     witnesses = cache(executor, tmp_path)
-    assert witnesses.get(solo_reference(CASE)) == witnesses.get(partner_reference(CASE)) == run_of(make_trace())
+    assert (
+        witnesses.get(solo_reference(CASE))
+        == witnesses.get(partner_reference(Expectations(CASE)))
+        == run_of(make_trace())
+    )
     assert executor.asked == [
         ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
@@ -102,14 +107,14 @@ def test_a_partner_that_stands_for_the_modules_of_a_compiled_case_is_replayed(tm
     executor = FakeExecutor(ok(recorded))
     distance = make_distance()
     executor.replayed = ok(make_trace(module_distances=(distance,))) if finished else None
-    partner = cache(executor, tmp_path).get(partner_reference(compiled))
+    partner = cache(executor, tmp_path).get(partner_reference(Expectations(compiled)))
     assert partner == (run_of(make_trace(module_distances=(distance,))) if finished else None)
     assert executor.asked == [
         ("plain", eager, ("sketches", "module_tensors")),
         ("replay", eager, ()),
     ]
     again = FakeExecutor(ok(recorded))
-    assert cache(again, tmp_path).get(partner_reference(compiled)) == partner
+    assert cache(again, tmp_path).get(partner_reference(Expectations(compiled))) == partner
     assert (again.asked == []) is finished
 
 
@@ -117,7 +122,10 @@ def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content
     executor = FakeExecutor(ok())
     for source in (b"first", b"first", b"second"):
         fix = Injection(text="fix.py:apply", target="/fix.py:apply", source=source)
-        assert cache(executor, tmp_path).get(partner_reference(CASE, fixes={fix.content: fix.patch})) is not None
+        assert (
+            cache(executor, tmp_path).get(partner_reference(Expectations(CASE), fixes={fix.content: fix.patch}))
+            is not None
+        )
     partner = "hsdp2x2-tensorwise-ag.fp8-v2048-b16"
     assert executor.asked == [("plain with /fix.py:apply", partner, ("sketches",))] * 2
 
@@ -218,7 +226,7 @@ def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_pa
     rendezvous = threading.Barrier(2, timeout=20)
     witnesses = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        runs = list(threads.map(witnesses.get, (solo_reference(CASE), partner_reference(CASE))))
+        runs = list(threads.map(witnesses.get, (solo_reference(CASE), partner_reference(Expectations(CASE)))))
     assert None not in runs
 
 
@@ -235,8 +243,9 @@ LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.
 
 def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(LOST), tmp_path)
-    kinds = (solo_reference, operands_reference, partner_reference, bf16_reference, unprobed_reference)
-    for reference in (*(kind(CASE) for kind in kinds), noisy_reference(CASE, 1, ())):
+    kinds = (solo_reference, operands_reference, bf16_reference, unprobed_reference)
+    others = (partner_reference(Expectations(CASE)), noisy_reference(CASE, 1, ()))
+    for reference in (*(kind(CASE) for kind in kinds), *others):
         with pytest.raises(ReferenceLost, match=r"with which this case is compared: node b is gone\."):
             witnesses.get(reference)
     assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,7 @@ from harness.evidence.references import (
     solo_reference,
     unprobed_reference,
 )
+from harness.expect.expectations import Expectations
 from harness.expect.relations import partner
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id, reference_case
@@ -95,7 +96,7 @@ REFERENCES: Mapping[str, Callable[[Case, Run], Reference]] = {
     "noise": lambda case, run: noisy_reference(case, 1, ()),
     "golden": lambda case, run: bf16_reference(case),
     "solo": lambda case, run: solo_reference(case),
-    "partner": lambda case, run: partner_reference(case),
+    "partner": lambda case, run: partner_reference(Expectations(case)),
     "unprobed": lambda case, run: unprobed_reference(case),
 }
 
