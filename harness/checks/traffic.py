@@ -2,7 +2,7 @@
 
 Of a model that no formula describes, what holds for any: no collective along an unknown group, every gradient reduced
 over all data-parallel ranks, float8 weights gathered in float8, an amax reduction for every cast of a tensor that ranks
-hold shards of, and none for a weight whose scale is precomputed. `metamorphic.py` counts the rest.
+hold shards of, over no more ranks, and none for a weight whose scale is precomputed. `metamorphic.py` counts the rest.
 """
 
 import math
@@ -346,6 +346,7 @@ def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: 
         yield from _gradients(expect, traces, step)
         yield from _gathered_bytes(expect, step)
         yield from _amax_of_shards(expect, step)
+        yield from _amax_of_gathered(expect, step)
         yield from _not_precomputed(expect, step)
 
 
@@ -417,6 +418,26 @@ def _amax_of_shards(expect: Expectations, step: _Step) -> Iterator[Finding]:
     if missing > 0:
         least = f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard"
         yield AMAX_MISSING.finding(axis="tp", missing=missing, step=step.number, expected=least, found=found)
+
+
+def _amax_of_gathered(expect: Expectations, step: _Step) -> Iterator[Finding]:
+    """Yield casts before gathers whose amax more ranks reduce than those of dp_shard.
+
+    Under TP the number may be right even so, and `scales` finds nothing. A model may also reduce the amax of several
+    weights at once: fewer reductions alone are no fault.
+    """
+    gathers = _along(step.found, "dp_shard", kind="all_gather").times
+    if expect.case.float8.precompute_scale or not gathers:
+        return
+    wanted = _casts_before_gathers(step.trace, step.number).total()
+    found = _along(step.found, "dp_shard", op="max").sizes.get(1, 0)
+    axes = {key.axis for key in step.found if key.axis != "dp_shard"}
+    for axis in sorted(axis for axis in axes if axis == "world" or "dp_shard" in axis.split("+")):
+        wider = _along(step.found, axis, op="max").sizes.get(1, 0)
+        if found + wider >= wanted > found:
+            least = f"{counted(wanted, 'reduction')} by max along dp_shard, one for every cast before a gather"
+            values = f"{found}, {wider} along {axis}"
+            yield AMAX_ELSEWHERE.finding(axis="dp_shard", step=step.number, expected=least, found=values)
 
 
 def _not_precomputed(expect: Expectations, step: _Step) -> Iterator[Finding]:

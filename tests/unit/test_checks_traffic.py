@@ -281,6 +281,28 @@ def test_activations_that_are_scattered_without_sequence_parallelism_are_found()
     assert (finding.rule, finding.found) == (traffic.SCATTERED.name, "1 call")
 
 
+DYNAMIC_SCALES = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8-v2048-s1-f32")
+
+
+@pytest.mark.parametrize(
+    ("axis", "times", "gathered_along", "found"),
+    [
+        ("dp_shard", 2, "dp_shard", []),
+        ("world", 2, "dp_shard", [traffic.AMAX_ELSEWHERE.name]),
+        ("dp_shard+tp", 2, "dp_shard", [traffic.AMAX_ELSEWHERE.name]),
+        ("dp_replicate+tp", 2, "dp_shard", []),  # shards are not joined along it
+        ("world", 1, "dp_shard", []),  # the amaxes of both weights at once
+        ("dp_shard+tp", 2, "dp_shard+tp", []),  # as wide as the gathers
+    ],
+)
+def test_the_amax_of_a_gathered_weight_is_reduced_over_no_more_ranks_than_gather_it(
+    axis: str, times: int, gathered_along: str, found: list[str]
+) -> None:
+    gathers = replace(GOOD[2], axis=gathered_along)
+    records = (*GOOD[:2], gathers, *GOOD[3:], sent(axis, "all_reduce", 1, op="max", times=times))
+    assert [finding.rule for finding in check_rules(records, DYNAMIC_SCALES)] == found
+
+
 PRECOMPUTED_SCALES = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")
 WEIGHTS = 4  # casts of weights before a gather, in each step
 
