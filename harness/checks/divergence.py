@@ -141,9 +141,15 @@ class _Comparison:
         return (wrong.step, *of_stages, wrong.order, wrong.rank)
 
     def _of_operand(self, place: _Place) -> Finding:
-        several = self._case.train.accumulation > 1
-        finding = place.wrong.finding(", microbatch {microbatch}" if several else "", microbatch=place.microbatch + 1)
-        return replace(finding, notes=tuple(filter(None, (self._sent_by(place), self._at_attention(place)))))
+        several, at_attention = self._case.train.accumulation > 1, self._at_attention(place)
+        finding = place.wrong.finding(
+            ", microbatch {microbatch}" if several else "",
+            notes=filter(None, (self._sent_by(place), at_attention)),
+            microbatch=place.microbatch + 1,
+        )
+        if not (at_attention and finding.values["number"] == "amax"):
+            return finding
+        return replace(finding, values={**finding.values, "what": place.wrong.operand})  # its cast is not the cause
 
     def _matching(self, rank: int, place: _Place, *, backward: bool) -> list[str]:
         """Return the linears whose matmuls precede a place in this direction of its microbatch: each was compared."""
@@ -185,11 +191,12 @@ class _Comparison:
         wanted = set(names[-1:] if backward else names[:-1])
         is_place = backward or place.wrong.operand in ("input in forward", "input in evaluation")
         in_attention = "att" in owner.rpartition(".")[2].lower() and is_place and place.key.fqn not in before
-        if not (in_attention and before and wanted <= set(before)):
+        of_cast = dict(place.wrong.values)["number"] in ("scale", "dtype")  # what is cast is the same
+        if of_cast or not (in_attention and before and wanted <= set(before)):
             return ""
         linears = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in before}))
         cp = peers(self._case.layout, place.wrong.rank, ("cp",)) if self._case.layout.cp > 1 else ()
-        shared = f", or what {format_ranks(cp)} send each other" if cp else ""
+        shared = f", or {'gradients' if backward else 'what'} {format_ranks(cp)} send each other" if cp else ""
         attention = f"RoPE, the mask, the softmax scale and attention itself{shared}"
         return f"{linears}: {self._agree(len(before), 'matmul', place)}; between them and {name} are {attention}"
 

@@ -285,12 +285,16 @@ def _parameters_of(term: Transfer, trace: RankTrace) -> list[str]:
 def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     for step in _steps(expect, trace):
         # A weight is cast before every gather, and one that is not cast needs no amax: that is one fault, not three.
-        kinds = (_number_of_gathers(step), _high_precision_gathers(expect, step), _amax_reductions(step))
+        kinds = (_number_of_gathers(expect, step), _high_precision_gathers(expect, step), _amax_reductions(step))
         yield from next((findings for findings in map(list, kinds) if findings), [])
 
 
-def _number_of_gathers(step: _Step) -> Iterator[Finding]:
-    expected, found = (_along(side, "dp_shard", kind="all_gather").times for side in (step.expected, step.found))
+def _number_of_gathers(expect: Expectations, step: _Step) -> Iterator[Finding]:
+    """Compare how often weights are gathered; context parallelism gathers keys and values along the same axis."""
+    terms = expect.transfers(step=step.number, rank=step.trace.rank)
+    keys = {term.elements for term in terms if term.purpose == "keys and values of attention"}
+    gathers = (_along(side, "dp_shard", kind="all_gather").sizes for side in (step.expected, step.found))
+    expected, found = (sum(times for size, times in sizes.items() if size not in keys) for sizes in gathers)
     if found != expected:
         often = "often" if found > expected else "seldom"
         wanted = f"{expected} all-gathers"

@@ -222,7 +222,7 @@ def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
     blocks, axis = blocks_of(case, rank), group_name(case.layout, "cp")
     elements = 2 * case.tokens_per_rank * local_features(case, "attention.wk")[1]
     forwards = len(blocks) * forward_passes(case) + sum(map(case.checkpointing.wraps, blocks))
-    yield Transfer(axis, "all_gather", case.train.dtype, elements, "keys and values", times=forwards)
+    yield Transfer(axis, "all_gather", case.train.dtype, elements, "keys and values of attention", times=forwards)
     gathered = elements * case.layout.cp
     purpose = "gradients of keys and values"
     yield Transfer(axis, "reduce_scatter", case.train.dtype, gathered, purpose, op="sum", times=len(blocks))

@@ -329,6 +329,23 @@ def test_attention_is_named_where_the_linears_before_match(layout: Layout, share
     assert first.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("index", "change", "what", "noted"),
+    [
+        (1, {"amax": 7.0}, "input in forward", True),  # the tensor is another: its cast is not the cause
+        (1, {"target_dtype": "float8_e5m2"}, "dtype of input in forward", False),  # the tensor may be the same
+        (0, {"amax": 7.0}, "amax of input in forward", False),  # nothing in front of it was compared
+    ],
+)
+def test_attention_is_told_where_a_tensor_behind_it_is_another_and_not_where_its_cast_is(
+    index: int, change: dict[str, Any], what: str, noted: bool
+) -> None:
+    of = case(Layout(dp_shard=2))
+    run, witness = runs(of)
+    (finding,) = with_operands((), of, changed(run, 0, step=1, fqn=FQNS[index], **change), witness)
+    assert (finding.values["what"], bool(finding.notes)) == (what, noted)
+
+
 def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_and_sender() -> None:
     """Whatever the numbers of events on the two ranks are."""
     of = replace(case(Layout(pp=2), accumulation=2), layout=Layout(pp=2))

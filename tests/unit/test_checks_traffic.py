@@ -93,6 +93,23 @@ def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_wor
     assert not {traffic.AMAX_MISSING.name, traffic.HIGH_PRECISION.name} & rules(rest)
 
 
+def test_keys_that_are_not_gathered_are_no_weights_that_are_gathered_too_seldom() -> None:
+    """Both travel along one axis."""
+    case, other = (parse_case_id(f"fsdp2-{option}tensorwise-v2048-s3-f32") for option in ("cp2-", ""))
+    of_weights = traffic_of(other)
+    wrong = tuple(
+        next((one for one in of_weights if record.kind == "all_gather" and _kind(one) == _kind(record)), record)
+        for record in traffic_of(case)
+    )
+    findings = check(case, wrong, wrong)
+    assert findings[0].rule == traffic.VOLUME.name and "keys and values of attention" in findings[0].message
+    assert {finding.rule for finding in findings} == {traffic.VOLUME.name}
+
+
+def _kind(record: TrafficRecord) -> tuple[object, ...]:
+    return record.step, record.axis, record.kind, record.op, record.dtype
+
+
 def test_amax_reductions_that_are_missing_or_over_the_wrong_ranks_are_told_in_plain_words() -> None:
     wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
     first, second = check(TP, wrong, wrong)
