@@ -9,6 +9,7 @@ def _command(*words: str) -> str:
     return shlex.join(["fp8-harness", *words])
 
 
+EXPLAIN_RULE = _command("explain", "RULE")
 LIST_WORDS = _command("explain", "--list", "ids")
 LIST_FAULTS = _command("dev", "mutate", "--list")
 LIST_CHECKS = _command("dev", "conformance", "--list")

@@ -37,10 +37,10 @@ _HOMES: Mapping[str, str] = {
     "fault:": "faults",
     "torchtitan_0_3": "torchtitan",
     "bug files": "bugs",
+    "catalogue of faults": "faults",
     "configurations": "bugs",
     "mutation testing": "faults",
     "planted faults": "faults",
-    "proofs of checks": "faults",
 }
 
 

@@ -75,6 +75,8 @@ Value = str | int | float  # of a finding; numbers where something is compared o
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that is wrong: the rule that is broken, where, what was expected and what was found.
 
+    `fp8-harness explain RULE` has the meaning of a rule, its usual causes and what to do.
+
     Everything that decides reads the rule, the place and the numbers. The sentence, filled into `says`, is for people.
     `size` is how far off it is: relative for gradients and parameters, nats for a loss. `judged` is false where a check
     lacks something, such as a golden, and nothing was found wrong. `formula` is the one that it contradicts.

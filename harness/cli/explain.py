@@ -26,9 +26,10 @@ from harness.matrix.rules import explain as explain_rules
 from harness.matrix.tier import count_cells
 from harness.project import Project
 from harness.registry import answer, is_llama
-from harness.report.evidence import checks_markdown
+from harness.report.checks import checks_markdown, explained, is_explained
 from harness.report.run import place_words
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
+from harness.report.support import support_markdown
 from harness.run_options import PlanOptions, RunOptions, options_of
 from harness.running.case_judge import known_here
 from harness.running.machine import internals_here
@@ -46,24 +47,29 @@ Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
   fp8-harness explain output_layer=true nightly
       the rules for these cells of a tier or file
+  fp8-harness explain scales/amax
+      what a rule of a finding means, its usual causes, what to do
 """
 _LISTS = {
     "ids": "every word that a case id can have, and what is out of scope",
     "internals": "the private parts of torch and torchao that ranks use, and why",
-    "checks": "every check: question, rules, faults that prove it",
+    "checks": "every check: question, and what its rules mean",
     "options": "those of `run`, and what pytest has instead",
+    "support": "which layouts train with which recipe, checkpointing and compilation, and why not",
+    "faults": "every fault that can be injected, by the check that finds it, or those of a CHECK or class",
 }
 _LISTED = f"Print {'; '.join(f'{name}: {what}' for name, what in _LISTS.items())}."
 
 
 @click.command("explain", epilog=_EPILOG)
-@click.argument("words", metavar="[CASE-ID|FILE]... | AXIS=VALUE... [TIER|FILE]", nargs=-1)
+@click.argument("words", metavar="[CASE-ID|FILE|RULE|CHECK]... | AXIS=VALUE... [TIER|FILE]", nargs=-1)
 @click.option("--list", "listed", type=click.Choice(list(_LISTS)), help=_LISTED)
 @json_option("the private parts")
 def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | None) -> None:
-    """Describe cases, or list the rules for AXIS=VALUE.
+    """Describe cases and findings, or list the rules for AXIS=VALUE.
 
-    Of a case: the words of its id, its cost and its rules. AXIS=VALUE is searched in tier pr, or in the one given.
+    A case: the words of its id, its cost and its rules. RULE and CHECK are those of findings. AXIS=VALUE is searched
+    in tier pr, or in the one given.
     """
     if json_file is not None and listed != "internals":
         fix = "give --list internals too."
@@ -78,9 +84,15 @@ def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | Non
         state = internals_here()
         print_or_write(_internals_sections(state), json_file, _internals_document(state))
         return
-    project = project_of(words)
     if listed == "checks":
-        click.echo(checks_markdown(answer("proofs of checks", where="explain --list checks")(project)), nl=False)
+        click.echo(checks_markdown(), nl=False)
+        return
+    if listed == "faults":
+        print_sections(answer("catalogue of faults", where="explain --list faults")(project_of(()), words))
+        return
+    project = project_of(() if any(map(is_explained, words)) else words)
+    if listed == "support":
+        click.echo(support_markdown(project), nl=False)
         return
     print_sections(_explained(project, words))
     for sentence in project.replaced_tiers(words):
@@ -94,12 +106,20 @@ def _explained(project: Project, words: Sequence[str]) -> list[Block]:
     if not words:
         raise HarnessError("got no case id.", where="explain", fix="give an id, or AXIS=VALUE words, or --list ids.")
     if not values:
-        cases = [case for word in words for case in cases_to_explain(project, word)]
         plan = plan_without_ranks(PlanOptions())
-        return [section for case in cases for section in _case_sections(project, case, plan)]
+        return [section for word in words for section in _word_sections(project, word, plan)]
     if len(tiers) > 1:
         raise HarnessError("values are searched in one tier or file.", where=" ".join(tiers), fix="leave one.")
     return [_values_section(project, values, *tiers)]
+
+
+def _word_sections(project: Project, word: str, plan: Plan) -> Iterator[Block]:
+    """Yield a rule or check of findings, or the cases of an id or file."""
+    if is_explained(word):
+        yield explained(word)
+        return
+    for case in cases_to_explain(project, word):
+        yield from _case_sections(project, case, plan)
 
 
 def _words_sections() -> Iterator[Block]:

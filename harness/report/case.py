@@ -13,6 +13,7 @@ from harness.checks.catalogue import first_effect
 from harness.checks.failures import LAST_OUTPUT, is_misfit
 from harness.checks.scales import check_underflow
 from harness.headline import alike
+from harness.hints import EXPLAIN_RULE
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
 from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.text import binary_bytes, counted, format_ranks
@@ -103,7 +104,8 @@ def _rules(findings: Sequence[Finding], step: int) -> str:
 
 def evidence(findings: Sequence[Finding]) -> Section:
     """Return every finding whole, with its numbers and digests."""
-    return Section(title="findings", blocks=tuple(map(finding_entry, findings)))
+    more = f"`{EXPLAIN_RULE}` has the meaning of a rule, its usual causes and what to do."
+    return Section(title="findings", blocks=(*map(finding_entry, findings), *([more] if findings else [])))
 
 
 def case_section(

@@ -20,6 +20,6 @@ PLUGIN = Plugin(
     answers={
         "planted faults": "harness.plugins.faults.faults",
         "mutation testing": "harness.plugins.faults.mutation",
-        "proofs of checks": "harness.plugins.faults.kills:proofs",
+        "catalogue of faults": "harness.plugins.faults.kills:catalogue",
     },
 )

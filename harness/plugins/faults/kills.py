@@ -1,19 +1,25 @@
 """Which rules found which planted fault: the proof that checks have teeth, as `dev mutate --record` measured it.
 
-Sealed JSON in the package and in a project of one's own. The reference of the checks (`docs/checks.md`) is made of it.
+Sealed JSON in the package and in a project of one's own. `explain --list faults` prints it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from harness.checks.catalogue import CHECKS
+from harness.errors import HarnessError
 from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
+from harness.matrix.axes import suggestion
 from harness.plugins.faults.faults import FAULT_CLASSES, MISLEADING, FaultClass, all_faults
 from harness.project import Project
-from harness.report.evidence import Proofs
+from harness.report.sections import Block, Section, Table
+from harness.text import counted
 from harness.verdict import Verdict, check_of
+
+_CHECKS = tuple(check.name for check in CHECKS)
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -65,15 +71,33 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return faults
 
 
-def proofs(project: Project) -> Proofs:
-    """Return the planted faults that a check finds, by its name: title and broken rules of each. Raises `Damaged`."""
+def catalogue(project: Project, words: Sequence[str]) -> list[Block]:
+    """Return the injected faults by the check that finds them; `words`: names of checks, or of classes of faults.
+
+    Raises `Damaged`, and HarnessError for another word.
+    """
     kills = read_kills(project.root) or read_kills(project.shipped)
+    if unknown := [word for word in words if word not in (*FAULT_CLASSES, *_CHECKS)]:
+        fix = suggestion(unknown[0], (*_CHECKS, *FAULT_CLASSES))
+        raise HarnessError("no check and no class of faults.", where=unknown[0], fix=fix)
+    classes = [
+        Section(title=f"{name}: {FAULT_CLASSES[name].title}", blocks=(_of_class(name),))
+        for name in FAULT_CLASSES
+        if name in words
+    ]
+    checks = () if kills is None else (name for name in _CHECKS if name in words or not words)
+    return [*classes, *(_of_check(kills, name) for name in checks if kills is not None)]
 
-    def found_by(check: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-        faults = kills.by_check(check) if kills is not None else {}
-        return {name: (all_faults()[name].title, rules) for name, rules in faults.items()}
 
-    return found_by
+def _of_class(group: FaultClass) -> Table:
+    faults = (fault for fault in all_faults().values() if fault.group == group)
+    return Table(rows=tuple((fault.name, fault.title) for fault in faults))
+
+
+def _of_check(kills: Kills, check: str) -> Section:
+    found = kills.by_check(check)
+    rows = tuple((name, all_faults()[name].title, ", ".join(rules)) for name, rules in found.items())
+    return Section(title=f"{check}: finds {counted(len(rows), 'fault')}", blocks=(Table(rows=rows),))
 
 
 def kills_path(root: Path) -> Path:

@@ -169,7 +169,8 @@ function showCase(at) {
       facts([...(detail.facts || []), ...(detail.axes || []).map(([name, value]) => [name, value, index.meanings[name]])]),
       part("What is wrong", ...(detail.lines || []).map((line, number) => el("p", {}, number ? line : el("strong", {}, line)))),
       part("Run it again", command(detail.command)),
-      part("Findings", findings(detail.findings || []), detail.signature ? el("p", { class: "signature" }, "signature: ", el("code", {}, detail.signature)) : null),
+      part("Findings", findings(detail.findings || []), (detail.findings || []).length
+        ? el("p", {}, el("code", {}, "fp8-harness explain RULE"), " has the meaning of a rule, its usual causes and what to do.") : null, detail.signature ? el("p", { class: "signature" }, "signature: ", el("code", {}, detail.signature)) : null),
       part("Findings with the candidate fix", findings(detail.fixed || [])),
       part("Stacks", ...(detail.stacks || []).map((stack) => (stack.text
         ? el("details", { class: "stack", open: true }, el("summary", {}, stack.head), el("pre", {}, stack.text)) : el("p", {}, stack.head)))),
