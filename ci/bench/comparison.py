@@ -13,7 +13,6 @@ import msgspec
 from harness.durable import write_whole
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.jsonform import compact
-from harness.plugins.faults.faults import FAULT_CLASSES, fault_named
 
 RECORD = Path(__file__).with_name("judges.json")
 OF_ALL = {"loss": "loss, 0.01 nats", "sqnr": "SQNR, 20 dB", "checks": "our checks"}  # known of every fault
@@ -64,16 +63,12 @@ def share(judge: str, rows: Sequence[Row]) -> str:
 
 
 def tables(record: Comparison) -> str:
-    """Markdown: what was found by class of fault, what was called wrong without a fault, and what it costs."""
+    """Markdown: how many faults were found, and what was called wrong without a fault."""
     asked = [row for row in record.rows if row.asked]
     names = {**OF_ALL, **(OF_SAMPLE if asked else {})}
     rule = _line(*["---"] * (1 + len(names)))
-    groups = {
-        f"{group} {of_class.title}": [row for row in record.rows if fault_named(row.fault).group == group]
-        for group, of_class in FAULT_CLASSES.items()
-    }
     lines = [_line("faults", *names.values()), rule]
-    for title, rows in {**groups, "**all**": record.rows, "**of the sample**": asked}.items():
+    for title, rows in {"all": record.rows, "of the sample": asked}.items():
         if rows:
             lines.append(_line(title, *(share(judge, rows) for judge in names)))
     if asked:
@@ -83,10 +78,6 @@ def tables(record: Comparison) -> str:
     for row_title, by in record.alarms.items():
         counted = (f"{len(by[name].wrong)} of {by[name].of}" if name in by else "-" for name in names)
         lines.append(_line(row_title, *counted))
-    if record.cpu_s:
-        lines += ["", _line("who watches", "CPU s a case", "beside nobody"), _line("---", "---:", "---:")]
-    for judge, spent in record.cpu_s.items():
-        lines.append(_line(names.get(judge, "nobody"), f"{spent:.1f}", f"{spent / record.cpu_s['']:.1f} x"))
     return "\n".join(lines) + "\n"
 
 

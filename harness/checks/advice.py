@@ -2,13 +2,11 @@
 
 import functools
 import tomllib
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
 
-from harness.checks.catalogue import RULES
 from harness.registry import plugins
 
 
@@ -26,16 +24,10 @@ def advice() -> tuple[Advice, ...]:
     """Return all advice in the order of the files, those of plug-ins last."""
     folders = (Path(__file__).parent, *(plugin.folder for plugin in plugins() if plugin.folder is not None))
     files = (folder / "advice.toml" for folder in folders)
-    tables = (table for file in files if file.exists() for table in tomllib.loads(file.read_text())["advice"])
+    tables = (table for file in files if file.exists() for table in tomllib.loads(file.read_text("utf-8"))["advice"])
     return tuple(msgspec.convert(table, Advice) for table in tables)
 
 
 def advice_of(rule: str) -> Advice | None:
     """Return the advice about a rule; None for a rule of a plug-in that brings none."""
     return next((each for each in advice() if any(fnmatchcase(rule, name) for name in each.rules)), None)
-
-
-def rules_by_advice() -> Mapping[Advice, tuple[str, ...]]:
-    """Return the names of the rules that each advice is about."""
-    found = {rule: advice_of(rule) for rule in RULES}
-    return {each: tuple(rule for rule in RULES if found[rule] is each) for each in advice()}

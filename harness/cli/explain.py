@@ -38,9 +38,9 @@ from harness.running.selection import cases_to_explain, expected_cost
 from harness.sources import PACKAGES, installed_versions
 
 _OPTIONS = (
-    "Those that are repeated are stored with a run; `--lf` and the command that reproduces a case have them again. "
-    "Other commands that run cases have `--device`, and the rest of how they run as `-o fabric=gloo` or `-o jobs=4`. "
-    "Those before the command are of every command: `fp8-harness --root DIR run`."
+    "Options with * are stored with a run: `--lf` and the printed command that reproduces a case repeat them. Other "
+    "commands that run cases take `--device`, and how they run as `-o fabric=gloo` or `-o jobs=4`. With pytest an "
+    "option has the prefix `--fp8-`, unless another one is named."
 )
 _EPILOG = """\b
 Examples:
@@ -298,17 +298,18 @@ def _internals_document(state: State) -> dict[str, object]:
 
 def options_markdown() -> str:
     """Return what `docs/options.md` is."""
-    tables = tuple(_options_table(title, part) for title, part in PARTS_BY_TITLE.items())
+    tables = tuple(_options_list(title, part) for title, part in PARTS_BY_TITLE.items())
     return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables))], level=1, own=True)
 
 
-def _options_table(title: str, part: type[msgspec.Struct]) -> Table:
-    rows = []
+def _options_list(title: str, part: type[msgspec.Struct]) -> Section:
+    lines = []
     for name, option in options_of(part).items():
         words = (option.short, option.flag.split("/")[0] + (f" {option.metavar}" if option.metavar else ""))
         values = f" One of {', '.join(option.choices)}." if option.choices else ""
         default = f" Default: {option.shown_default}." if option.shown_default else ""
         flags = ", ".join(f"`{word}`" for word in words if word)
-        repeated = "yes" if name in RunOptions.__struct_fields__ else ""
-        rows.append((flags, option.pytest or f"`{option.pytest_flag}`", repeated, option.help + values + default))
-    return Table(title=title, columns=("option", "with pytest", "repeated", "meaning"), rows=tuple(rows))
+        repeated = " *" if name in RunOptions.__struct_fields__ else ""
+        pytest = option.pytest and f" (pytest: {option.pytest})"
+        lines.append(f"{flags}{repeated}{pytest}: {option.help}{values}{default}")
+    return Section(title=title, blocks=(Items(tuple(lines)),))

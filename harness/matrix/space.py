@@ -30,7 +30,7 @@ IGNORED_OPTION = Exclusion(
     name="ignored_option",
     reason="a value that means nothing next to the others (an FP8 option with bf16, a TP option at tp 1, ...) would "
     "repeat another case under its name",
-    source="docs/decisions/targets.md",
+    source="docs/architecture.md",
     axes=tuple(AXES),
     when=lambda case: False,  # a case cannot hold such a value: only cells of a matrix can
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from harness.checks.advice import advice_of, rules_by_advice
+from harness.checks.advice import advice, advice_of
 from harness.checks.catalogue import CHECKS, RULES
 from harness.checks.check import Check, Rule, Stage
 from harness.report.sections import Block, Facts, Items, Section, Table, markdown
@@ -18,15 +18,14 @@ _ORDER = "A report shows first what is nearest to the cause. The order: {stages}
 
 def checks_markdown() -> str:
     """Return what `docs/checks.md` is."""
-    questions = Table(columns=("check", "question"), rows=tuple((check.name, check.question) for check in CHECKS))
+    names = f"The checks: {', '.join(check.name for check in CHECKS)}."
     groups = (
-        f"{', '.join(f'`{rule}`' for rule in rules)}: {each.meaning} *Causes:* {each.causes} *Do:* {each.action}"
-        for each, rules in rules_by_advice().items()
-        if rules
+        f"{', '.join(f'`{rule}`' for rule in each.rules)}: {each.meaning} *Causes:* {each.causes} *Do:* {each.action}"
+        for each in advice()
     )
     order = _ORDER.format(stages=", ".join(map(stage_name, Stage)))
     rules = Section(title="Rules", blocks=(order, Items(tuple(groups))))
-    return markdown([Section(title="Checks", blocks=(_INTRODUCTION, questions, rules))], level=1, own=True)
+    return markdown([Section(title="Checks", blocks=(_INTRODUCTION, names, rules))], level=1, own=True)
 
 
 def is_explained(word: str) -> bool:

@@ -26,7 +26,6 @@ _LAYOUTS: Mapping[str, Axes] = {
     "async TP": {"tp": 2, "async_tp": True, "compile": "graph"},
     "FSDP2 + TP": {"dp_shard": 2, "tp": 2},
     "EP": {"dp_shard": 2, "ep": 2, "experts": 8},
-    "EP + TP": {"dp_shard": 2, "tp": 2, "ep": 2, "experts": 8},
     "PP": {"pp": 2, "accumulation": 4},
     "CP": {"dp_shard": 2, "cp": 2},
 }
@@ -35,7 +34,6 @@ _RECIPES: Mapping[str, Axes] = {
     "tensorwise": {"recipe": "tensorwise"},
     "… with FP8 all-gather": {"recipe": "tensorwise", "fp8_all_gather": True},
     "rowwise": {"recipe": "rowwise"},
-    "rowwise_with_gw_hp": {"recipe": "rowwise_with_gw_hp"},
     "mxfp8": {"recipe": "mxfp8"},
 }
 _EXECUTION: Mapping[str, Axes] = {
@@ -48,10 +46,8 @@ _EXECUTION: Mapping[str, Axes] = {
 _BASE: Axes = {"recipe": "rowwise", "dtype": "bfloat16"}
 _INTRODUCTION = f"""\
 A cell names the smallest tier that runs the combination: {", ".join(f"`{tier}`" for tier in _TIERS)}. `untested` runs,
-but is in no tier. Numbers refer to the notes below. After `no`, the note has the rule that excludes the combination;
-after a tier, a known issue of torch or torchao. A case with a known issue must fail exactly as recorded, and pass with
-the candidate fix. `fp8-harness explain CASE` prints the same for one case, and `fp8-harness explain --list support`
-this page."""
+but is in no tier. A number after `no` is the note with the reason; after a tier, a known issue of torch or torchao: the
+case must fail as recorded, and pass with the candidate fix. `fp8-harness explain --list support` prints this page."""
 
 
 class _Cells(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +67,7 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
         if (refusal := expected_refusal(case)) is not None:
             return f"refused ({self.note(refusal.name, f'{refusal.reason}.')})"
         faults = matching(self.known, case)
-        notes = [self.note(fault.name, f"`{fault.versions}`, {fault.link}: {fault.reason}") for fault in faults]
+        notes = [self.note(fault.name, _about(fault)) for fault in faults]
         tier = self._tier(case, {**_BASE, **row, **column})
         return f"{tier} ({', '.join(map(str, sorted(notes)))})" if notes else tier
 
@@ -83,6 +79,12 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
         return next(
             (tier for tier, cases in self.cases.items() if any(_has(axes, wanted) for axes in cases)), "untested"
         )
+
+
+def _about(fault: KnownFault) -> str:
+    """Return the versions with a known issue, its link, and the first sentence about it."""
+    link = "" if fault.link == "unreported" else f", {fault.link}"
+    return f"`{fault.versions}`{link}: {fault.reason.partition('. ')[0].rstrip('.')}."
 
 
 def _has(axes: Axes, wanted: Axes) -> bool:

@@ -162,7 +162,7 @@ def _call(patch: Patch) -> None:
 
 
 # It saves every rank 0.4 s. A second case, with TP, another recipe or compiled blocks, takes longer than ranks save by
-# it: see docs/decisions/ranks.md.
+# it: see docs/architecture.md.
 WARMUP_CASE = Case(
     layout=Layout(dp_replicate=2, dp_shard=2),
     float8=Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True),

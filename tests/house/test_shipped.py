@@ -44,7 +44,7 @@ def test_the_words_of_the_id_are_explained_as_the_tool_does() -> None:
 
 def test_the_commands_exist_with_these_options() -> None:
     lines = re.findall(r"^(?:\$ )?fp8-harness ([^#\n]*)", README, flags=re.MULTILINE)
-    assert len(lines) > 5 and len(README.splitlines()) <= 90
+    assert len(lines) > 1 and len(README.split()) <= 450
     for line in lines:
         understood(f"fp8-harness {line}")
 

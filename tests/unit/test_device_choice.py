@@ -374,11 +374,10 @@ def test_the_environment_does_not_depend_on_the_cases(pretend: Pretend, tmp_path
 # Pages
 
 
-COMMAND = re.compile(r"^(?:\$ )?((?:fp8-harness|make|mv) [^#\n]+)", re.MULTILINE)
+COMMAND = re.compile(r"^(?:\$ )?((?:fp8-harness|mv) [^#\n]+)", re.MULTILINE)
 PAGES = {  # each with whether its commands are given in the clone
     "README.md": True,
     "docs/index.md": True,
-    "docs/first-case.md": True,
     "docs/concepts.md": True,
     "docs/your-own-trainer.md": False,
     "docs/plugins/parity.md": False,
@@ -430,7 +429,7 @@ def asked(text: str) -> Asked | None:
     if name == "new" and "--id" not in text:
         done = CliRunner().invoke(app, shlex.split(text)[1:])
         assert done.exit_code == 0, done.output
-    if name not in ("run", "parity", "check-target", "update", "check") or given.get("file"):
+    if name not in ("run", "parity", "check-target", "update") or given.get("file"):
         return None
     given.pop("inject", None)  # files of the pages, which are not written here
     if name == "parity":
@@ -460,10 +459,9 @@ def of_pages(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
                 if text.startswith("mv "):
                     _, old, new = text.split()
                     Path(old).rename(new)
-                elif text.startswith("make "):
-                    found.append(asked(recipe(text.removeprefix("make "))))
                 else:
                     found.append(asked(text))
+        found.append(asked(recipe("smoke")))
     assert len(found) > 30
     return [command for command in found if command is not None]
 
@@ -473,14 +471,14 @@ def test_no_command_of_the_first_pages_ends_before_a_rank_starts(
     name: str, pretend: Pretend, of_pages: list[Asked]
 ) -> None:
     pretend(name)
-    assert {command.name for command in of_pages} == {"run", "parity", "check-target", "update", "check"}
+    assert {command.name for command in of_pages} == {"run", "parity", "check-target", "update"}
     plan_for = functools.cache(planned)  # nvidia-smi is asked once for the same options
     said = {command.text: command.end_line(plan_for) for command in of_pages}
     plan = planned()
     if plan.decides:
         smoke = said[recipe("smoke")]
         assert ("verifies" in smoke) == bool(plan.idle), "it names the command for the GPUs"
-        assert said["fp8-harness run pr -j 2"].endswith(SMOKE[name].rpartition(": ")[2]) or " on the CPU: " in smoke
+        assert said["fp8-harness run smoke"] == SMOKE[name]
     elif plan.unused:
         assert all(plan.unused in line for text, line in said.items() if "--device" not in text and line), said
     else:

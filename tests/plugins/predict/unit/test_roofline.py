@@ -195,12 +195,9 @@ def test_float8_all_gather_is_about_a_fifth_of_the_combined_gain() -> None:
     assert (together - alone) / (together - 1) == pytest.approx(0.20, abs=0.05)
 
 
-def test_the_page_has_every_row() -> None:
+def test_the_page_has_the_number_of_rows_and_their_largest_errors() -> None:
     page = (Path(__file__).parents[4] / "docs" / "plugins" / "predict.md").read_text()
-    for name, row in ROWS.items():
-        error = f"{ratio(name) / row.ratio - 1:+.1%}"
-        kind = "fitted" if row.fitted else ""
-        assert f"| {row.name} | {row.ratio:.3f} | {ratio(name):.3f} | {error} | {kind} |\n" in page
+    assert all(text in page for text in (f" {len(ROWS)} published ", f"{ERROR_H100:.0%}", f"{ERROR_ELSEWHERE:.0%}"))
 
 
 def linear_ms(linear: PublishedLinear, precision: str, *, cast_bytes: int, machine: Machine = GRAND_TETON) -> float:
