@@ -26,9 +26,10 @@ from harness.plugins.faults.faults import (
     host_ids,
     host_kind,
 )
-from harness.plugins.faults.kills import read_kills
+from harness.plugins.faults.kills import catalogue, read_kills
 from harness.plugins.faults.mutation import hosts_among
 from harness.project import find_project
+from harness.report.sections import text_of
 from harness.running.plan import parse_injection
 from harness.running.selection import Query
 from tests.builders import a_finding
@@ -189,3 +190,15 @@ def test_a_crash_demands_its_exception_alone():
 def test_a_number_of_all_ranks_names_none_or_every_one(named):
     assert Headline(rank="all").misnamed(replace(a_finding(rule="parity/loss"), **named), world_size=2) == ()
     assert Headline(rank="last").misnamed(replace(a_finding(rule="parity/loss"), **named), world_size=2) == ("rank",)
+
+
+def test_the_catalogue_has_every_fault_by_the_check_that_finds_it_or_by_class() -> None:
+    project = find_project(None)
+    found = text_of(catalogue(project, ()))
+    assert [name for name, fault in all_faults().items() if name not in found and not fault.equivalent] == []
+    of_scales = text_of(catalogue(project, ("scales",)))
+    assert "scales/amax" in of_scales and "traffic/volume" not in of_scales
+    of_class = text_of(catalogue(project, ("I",)))
+    assert all((name in of_class) == (fault.group == "I") for name, fault in all_faults().items())
+    with pytest.raises(HarnessError, match="did you mean scales"):
+        catalogue(project, ("scale",))
