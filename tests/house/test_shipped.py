@@ -49,6 +49,20 @@ def test_the_commands_exist_with_these_options() -> None:
         understood(f"fp8-harness {line}")
 
 
+def test_a_picture_shows_a_command_and_a_layout_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    module = importlib.import_module("pictures")
+    pictures = module.read()
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert set(re.findall(r"\(images/(\S+?)\)", pages)) == pictures.keys()
+    page = "".join(path.read_text() for path in (ROOT / "harness/report/html/assets").iterdir())
+    for name, picture in pictures.items():
+        understood(picture.command)
+        assert module.digest(module.IMAGES / name) == picture.sha256, "run `python ci/pictures.py`"
+        shown = [heading for heading in picture.headings if re.fullmatch(r"[A-Za-z ]+", heading)]
+        assert all(heading in page for heading in shown), "run `python ci/pictures.py`: the page has other headings"
+
+
 SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "buildkite"}
 KUBERAY = ROOT / "ci/cluster/kuberay.yaml"
 BATCHES = sorted((ROOT / "ci/cluster").glob("*.sbatch"))
