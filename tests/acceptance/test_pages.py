@@ -181,7 +181,7 @@ def test_start(tmp_path: Path) -> None:
         "fp8-harness run --lf": [(1, WRONG_SCALE)],
         "fp8-harness run my": [PASSED],
     }
-    walk(page("index.md"), tmp_path, says, lambda here, text: Command(here).shell(text))
+    walk(page("index.md"), tmp_path, says, lambda here, text: Command(here).shell(text, timeout_s=600))
 
 
 @pytest.mark.sweep  # thirteen commands, ten of them with ranks
