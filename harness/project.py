@@ -223,6 +223,11 @@ def leases_in(state: Path) -> Path:
     return state / "leases" / host_name()
 
 
+def builds_folder() -> Path:
+    """Return the folder of the modules that stand for functions of tests, so that ranks can import them."""
+    return state_folder() / "builds"
+
+
 def state_folder() -> Path:
     """Return the folder of leases and stored runs: `FP8_HARNESS_STATE`, else the cache folder of the user."""
     given = os.environ.get(STATE_VARIABLE)

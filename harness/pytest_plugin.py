@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from harness.running.references import ReferenceRunner
     from harness.store import RunStore
 
+pytest_plugins = ["fp8_harness.fixtures"]
+
 Part = TypeVar("Part", bound="msgspec.Struct")
 _RESULT = "fp8_harness_result"  # of a report, which pytest-xdist sends from a worker as it is
 _PLAN = pytest.StashKey["Plan"]()

@@ -72,6 +72,18 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 1 if self.solo or self.replayed else self.case.world_size
 
 
+CALL = b"call "  # what the payload of a `CallRequest` starts with; that of a `RunRequest` cannot
+
+
+class CallRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Call `build` of a module with arguments that `harness/worker/calls.py` encoded, in the process group of a job."""
+
+    module: str
+    arguments: bytes
+    fabric: Fabric = "shared"
+    arithmetic: Arithmetic = "exact"
+
+
 class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Simulate a step of a case. Rank i of the job stands for rank `ranks[i]` of the case."""
 

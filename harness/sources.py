@@ -207,7 +207,12 @@ def module_files(name: str, folders: Sequence[str] = ()) -> list[Path]:
 def module_digest(name: str, folders: Sequence[str] = ()) -> str:
     """Return a digest of the package that a module is in, equal on any machine; empty where there is no such module."""
     files = module_files(name, folders)
-    return source_digest(files[0].parent, files)[:16] if files else ""
+    return source_digest(common_folder(files), files)[:16] if files else ""
+
+
+def common_folder(files: Iterable[Path]) -> Path:
+    """Return the folder that all files are below: of a package without `__init__.py`, that of no file."""
+    return Path(os.path.commonpath([path.parent for path in files]))
 
 
 PACKAGES = ("torch", "torchao")  # which evidence is of

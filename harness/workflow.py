@@ -130,16 +130,19 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
 
 
 def prepared(
-    project: Project, cases: Sequence[Case], plan: Plan, note: Callable[[str], None]
+    project: Project, cases: Sequence[Case], plan: Plan, note: Callable[[str], None], *, goldens: bool = True
 ) -> tuple[CaseJudge, Plan]:
     """Return what the cases are judged by, and the plan that knows which of them are quarantined.
+
+    `goldens`: as of `CaseJudge`.
 
     Raises `HarnessError` when one of them cannot be run here.
     """
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     quarantined = quarantined_cases(project, cases, note)
-    return prepare_judge(project, cases, plan), msgspec.structs.replace(plan, quarantined=quarantined)
+    judge = prepare_judge(project, cases, plan, goldens=goldens)
+    return judge, msgspec.structs.replace(plan, quarantined=quarantined)
 
 
 def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:

@@ -141,7 +141,7 @@ def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
     own = own_frame(failure.traceback)
     calls = [line for line in failure.traceback.splitlines() if line.startswith('  File "')]
     last = bool(calls) and own is not None and f'"{own.file}", line {own.line},' in calls[-1]
-    raised = last and own is not None and own.code.startswith(("raise ", "assert "))
+    raised = last and own is not None and re.match(r"(if .*: )?(raise|assert) ", own.code) is not None
     return raised and failure.phase == "build" and (any_error or failure.message.startswith("NotImplementedError"))
 
 

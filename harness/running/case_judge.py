@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from harness.checks import local_parity, metamorphic, parity
-from harness.checks.catalogue import by_cause
+from harness.checks import local_parity, loss_vs_golden, metamorphic, parity
+from harness.checks.catalogue import CHECKS, by_cause
 from harness.checks.check import Witnesses, finished
 from harness.checks.divergence import with_operands
 from harness.checks.judge import Judgement, judge, require_rules, showing, with_doubts, with_known_faults
@@ -76,10 +76,15 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseJudge:
-    """Judges the cases of a run by everything the project knows of them, and says which references that takes."""
+    """Judges the cases of a run by everything the project knows of them, and says which references that takes.
 
-    def __init__(self, judged_by: dict[str, JudgedBy]) -> None:
+    `goldens`: losses are compared with those of BF16 too.
+    """
+
+    def __init__(self, judged_by: dict[str, JudgedBy], *, goldens: bool = True) -> None:
         self._judged_by = judged_by
+        self._goldens = goldens
+        self._checks = [of for of in CHECKS if goldens or of is not loss_vs_golden.check_loss_vs_golden]
 
     @property
     def missing_goldens(self) -> tuple[str, ...]:
@@ -129,9 +134,10 @@ class CaseJudge:
             witnesses = _with_model(case, run, witnesses, have)
         parity_of = _parity_tolerance(case, witnesses, have)
         lacking = {"golden": witnesses.golden, "tolerance": witnesses.tolerance, "parity_tolerance": parity_of}
+        unused = () if self._goldens else ("golden", "tolerance")
         return references.needs(
             witnesses.expect,
-            references.Stored(**{name: kept is not None for name, kept in lacking.items()}),
+            references.Stored(**{name: kept is not None or name in unused for name, kept in lacking.items()}),
             recorded=witnesses.records if run is None else _recorded(run),
             run=run,
             with_partner=not basis.needs_fix(fixes),
@@ -159,7 +165,9 @@ class CaseJudge:
         )
         if run.complete:
             witnesses = _with_derived_tolerances(case, _with_model(case, run, witnesses, have), have, run)
-        return replace(judge(case, run, status, witnesses), golden=source, measured=measured(case, run, witnesses))
+        return replace(
+            judge(case, run, status, witnesses, self._checks), golden=source, measured=measured(case, run, witnesses)
+        )
 
     def concluded(
         self, case: Case, run: Run, judgement: Judgement, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
@@ -292,12 +300,19 @@ class _EvidenceReader:
 
 
 def prepare_judge(
-    project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True, excuses: bool = True
+    project: Project,
+    cases: Iterable[Case],
+    plan: Plan,
+    *,
+    signatures: bool = True,
+    excuses: bool = True,
+    goldens: bool = True,
 ) -> CaseJudge:
     """Return the judge of these cases, run by this plan.
 
-    `signatures`: it compares with those that are recorded. `excuses`: recorded faults explain failures. Raises
-    `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known faults.
+    `signatures`: it compares with those that are recorded. `excuses`: recorded faults explain failures. `goldens`: as
+    of `CaseJudge`. Raises `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable
+    record of known faults.
     """
     cases, known = list(cases), known_here(project) if excuses else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
@@ -305,7 +320,7 @@ def prepare_judge(
     for own, positions in plan.parts(cases):
         evidence = _EvidenceReader(project, own, signatures=signatures)
         judged_by |= {case_id(cases[at]): _judged_by(cases[at], evidence, known, fixes) for at in positions}
-    return CaseJudge(judged_by)
+    return CaseJudge(judged_by, goldens=goldens)
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:

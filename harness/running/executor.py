@@ -19,9 +19,9 @@ from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.project import Project
+from harness.project import Project, builds_folder
 from harness.registry import REFERENCE
-from harness.request import RunRequest
+from harness.request import CALL, CallRequest, RunRequest
 from harness.running.identity import own_source_digest, search_path
 from harness.running.plan import Injection, Plan
 
@@ -68,7 +68,7 @@ class Executor:
             return None
         plan = self._plan
         here = msgspec.structs.replace(request, device=plan.device, fabric=plan.fabric, arithmetic=plan.arithmetic)
-        outcome = self._cluster.run(
+        return self._run(
             Job(
                 job_id=f"{_kind(request)}{case_id(request.case)}",
                 world_size=request.world_size,
@@ -78,6 +78,18 @@ class Executor:
                 one_node=self._plan.one_node(request.case),
             )
         )
+
+    def call(self, request: CallRequest, ranks: int, *, job_id: str, deadline_s: float) -> JobOutcome | None:
+        """Call a function on so many ranks that share a node; None when stopped before its end."""
+        payload = CALL + msgspec.msgpack.encode(request)
+        preload = _preload(self._plan, REFERENCE, self._root)
+        job = Job(
+            job_id=job_id, world_size=ranks, payload=payload, deadline_s=deadline_s, preload=preload, one_node=True
+        )
+        return self._run(job)
+
+    def _run(self, job: Job) -> JobOutcome | None:
+        outcome = None if self.stopped else self._cluster.run(job)
         return None if self.stopped else outcome
 
     def stop(self) -> None:
@@ -129,7 +141,9 @@ def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> Loc
 def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     compiles = "on" if plan.compiles else "off"
     options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
-    if target != REFERENCE:
+    if plan.one_zygote:
+        options["path"] = str(builds_folder())
+    elif target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
         if plan.engine == "ray":
             options["source"] = own_source_digest(target, root)  # other nodes may have another one

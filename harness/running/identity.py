@@ -20,12 +20,14 @@ from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
 from harness.errors import HarnessError
 from harness.evidence.golden import tree_commit, tree_difference
 from harness.expect.upstream import installed_changes
+from harness.project import builds_folder
 from harness.registry import REFERENCE, Target, is_offered, module_of, needed, targets
 from harness.request import default_arithmetic
 from harness.result import Environment
 from harness.running.plan import DEFAULT_PROGRAM, Plan
 from harness.sources import (
     MODULES,
+    common_folder,
     files_digest,
     installed_source,
     installed_version,
@@ -43,8 +45,11 @@ _OURS = ("worker", "trace", "matrix", "expect")  # the packages of the harness t
 
 
 def search_path(root: Path) -> tuple[str, ...]:
-    """Return the folders in which ranks look for a target besides those of this process."""
-    return tuple(dict.fromkeys((str(Path.cwd()), str(root))))
+    """Return the folders in which ranks look for a target besides those of this process.
+
+    The last has the modules that the library makes for functions which are called `build` in a test.
+    """
+    return tuple(dict.fromkeys((str(Path.cwd()), str(root), str(builds_folder()))))
 
 
 def check_targets(names: Iterable[str], root: Path) -> None:
@@ -88,7 +93,8 @@ def _check_build(target: str, file: Path) -> None:
             f"module {target} has no function `build`, so there is nothing to train.",
             where=str(file),
             fix="add `def build(case, world)` that returns an object with `model` and `step(microbatches)`: "
-            "docs/your-own-trainer.md starts with one.",
+            "docs/your-own-trainer.md starts with one. A script runs as it is: "
+            f"`fp8-harness exec -- torchrun --nproc-per-node 2 {file.name}`.",
         )
 
 
@@ -132,12 +138,16 @@ def target_digest(target: str, root: Path) -> str:
     if target in targets():
         package, _ = targets()[target].package or ("", None)
         return f"{target} {installed_version(package)} {files_digest(package)}" if package else target
-    folders = search_path(root)
-    files = _files(target, folders)
+    return digest_in(target, search_path(root))
+
+
+def digest_in(module: str, folders: Sequence[str]) -> str:
+    """Return a digest of a module in one of these folders, and of the packages that it imports."""
+    files = module_files(module, folders)
     imported = sorted(
-        {name.partition(".")[0] for path in files for name in _imports(path)} - _SKIPPED - {target.partition(".")[0]}
+        {name.partition(".")[0] for path in files for name in _imports(path)} - _SKIPPED - {module.partition(".")[0]}
     )
-    parts = [source_digest(files[0].parent, files) if files else ""]
+    parts = [source_digest(common_folder(files), files) if files else ""]
     parts += [f"{name} {installed_version(name)} {files_digest(name, folders)}" for name in imported]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from harness.engine.program import RankContext
+from harness.request import CALL
 from harness.worker.process import internals
 
 
@@ -35,8 +36,15 @@ def notes() -> tuple[str, ...]:
 
 
 def rank_main(context: RankContext) -> bytes:
-    """Run one request on this rank. Returns the encoded `RankTrace`. Raises RuntimeError where no run can be."""
+    """Answer one request on this rank: the encoded `RankTrace`, or what the function of a `CallRequest` returned.
+
+    Raises RuntimeError where no run can be.
+    """
     internals.require(internals.RUN)
+    if context.payload.startswith(CALL):
+        from harness.worker import calls
+
+        return calls.rank_main(context)
     from harness.worker import program
 
     return program.rank_main(context)

@@ -213,6 +213,14 @@ def test_no_file_imports_itself_through_others() -> None:
         in_order(arrows | {"harness.errors": {"harness.cli.main"}})
 
 
+def test_the_library_is_above_the_core_and_knows_no_plug_in() -> None:
+    paths = sorted((PACKAGE.parent / "fp8_harness").glob("*.py"))
+    imports = {name for path in paths for name in read(path).imports}
+    assert len(paths) > 5 and {name for name in imports if room(name) in ("plugins", *FRONT_ENDS)} == set()
+    assert {name for name in imports if room(name) == "worker"} == {"harness.worker.calls"}
+    assert {module.name for module in modules() if "fp8_harness" in packages(module)} == set()
+
+
 def test_imports_are_absolute() -> None:
     assert [module.name for module in modules() if any(name.startswith(".") for name in module.imports)] == []
 

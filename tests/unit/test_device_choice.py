@@ -433,7 +433,7 @@ def asked(text: str) -> Asked | None:
         return None
     given.pop("inject", None)  # files of the pages, which are not written here
     if name == "parity":
-        from harness.plugins.parity.layouts import USUAL, cases_of
+        from harness.studies.layouts import USUAL, cases_of
 
         layouts = tuple(map(parse_layout, (given["asked"] or "single,fsdp2,tp2,hsdp2x2").split(",")))
         axes = {axis: given[axis] for axis in ("recipe", "dtype", "steps") if given.get(axis)}

@@ -17,13 +17,10 @@ from harness.plugins.parity.curves import read_curve
 from harness.plugins.parity.layouts import (
     BUDGET_S,
     MARGIN,
-    USUAL,
     CurveRow,
     CurveWord,
     Parity,
     Row,
-    Word,
-    cases_of,
     check_job,
     compare_layouts,
     judge_each,
@@ -40,6 +37,7 @@ from harness.result import RunResult
 from harness.run_options import CommandOptions, words_of
 from harness.running.plan import Plan, with_command
 from harness.running.selection import one_case
+from harness.studies.layouts import USUAL, Word, cases_of
 from harness.text import counted
 from harness.verdict import ExitCode, Verdict
 

@@ -1,8 +1,6 @@
 """The parity of layouts: one case trained in many layouts, each compared with one rank, and one word about each.
 
-The word follows from the verdict on the case and from its measured distances; nothing is judged here. It is `equal`
-where every gradient and updated parameter has the bits of one rank, `rounding` where all are within what sums in
-another order may differ by, `wrong` where the case failed.
+The words are those of `studies/layouts.py`; nothing is judged here.
 
 Of several curves of one job, each is compared with the others, which show what rounding does to it. How far rounding
 moves a loss or a norm depends on the model, the learning rate and the step: of two layouts of tiny Llamas by 1e-4, of a
@@ -16,11 +14,10 @@ from typing import Literal
 
 import msgspec
 
-from harness.checks.failures import refusal_words
 from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
-from harness.matrix.axes import case_from_axes, changed, ignored_axes, own_axes
+from harness.matrix.axes import case_from_axes, changed
 from harness.matrix.case import Case, Dtype, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
 from harness.matrix.layout import REST
@@ -34,6 +31,7 @@ from harness.result import CaseResult, RunResult, WorstGradient
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import START_S, NothingSelected, Query, relative_speed
+from harness.studies.layouts import Word, nearest, word_of
 from harness.studies.one_step import OneStep, judged_one_step, one_step_cases
 from harness.text import counted
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
@@ -160,18 +158,7 @@ def _distance(step: int, kind: str, number: Number, others: Sequence[Number], ga
 
 
 BUDGET_S = 120.0  # of the layouts that are chosen here
-USUAL: Mapping[str, object] = {"recipe": "rowwise", "dtype": "bfloat16"}  # where no case is given
 _USUAL_OF_TP = ("sequence_parallel", "loss_parallel")  # on unless a case says otherwise
-Word = Literal[
-    "equal", "rounding", "drift", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not judged"
-]
-ONE_ROUNDING = 2.0**-4  # of a value to float8 (e4m3): a gradient that is further off has more than that behind it
-_WORDS: Mapping[Verdict, Word] = {
-    Verdict.KNOWN: "known",
-    Verdict.CHANGED: "changed",
-    Verdict.INFRA: "infra",
-    Verdict.NOT_RUN: "not run",
-}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,20 +197,6 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def every(self) -> tuple[Row, ...]:
         return (*self.rows, *self.one_step)
-
-
-def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
-    """The case of these axes in every layout. HarnessError for an axis in `given` that no layout has a use for."""
-    chosen = [_values(base, layout) for layout in asked]
-    useless = [name for name in given if all(name in ignored_axes(values) for values in chosen)]
-    if useless:
-        raise HarnessError("no layout of this case has a use for it.", where=useless[0], fix="leave it out.")
-    return tuple(dict.fromkeys(map(case_from_axes, chosen)))
-
-
-def _values(base: Mapping[str, object], layout: Layout) -> dict[str, object]:
-    values = {**base, **layout.mesh, **own_axes(Case(layout=layout))}
-    return values if layout.tp > 1 else {**values, "tp_styles": "plain"}
 
 
 def usual_layouts(most: int) -> Iterator[Layout]:
@@ -336,7 +309,7 @@ def _of_one_step(shown: OneStep) -> Row:
 def row(result: CaseResult) -> Row:
     """Return what the table says of a case that was to run."""
     case, measured = parse_case_id(result.case_id), result.measured
-    word, why = _word(case, result)
+    word, why = word_of(result)
     solo = None if measured is None else measured.curves.get("solo")
     return Row(
         layout=layout_id(case.layout),
@@ -348,35 +321,9 @@ def row(result: CaseResult) -> Row:
         reference=() if solo is None else solo.losses,
         worst_gradient=None if measured is None else measured.worst_gradient,
         replay=None if measured is None else measured.local_parity,
-        first=_nearest(result),
+        first=nearest(result),
         command=result.command,
     )
-
-
-def _nearest(result: CaseResult) -> Finding | None:
-    """Return the first finding, or one of parity about the same step whose cause is certain, so that it has a fix."""
-    explained = [of for of in result.findings if of.check == "parity" and of.fix and of.step == result.findings[0].step]
-    return next((of for of in result.findings[:1] if of.fix), next(iter((*explained, *result.findings)), None))
-
-
-def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
-    finding = _nearest(result)
-    at = f"step {finding.step}: " if finding is not None and "step" in finding.place else ""
-    first = "" if finding is None else f"{at}{finding.first_line}"
-    refusal, measured = expected_refusal(case), result.measured
-    if result.verdict is Verdict.CRASH and (said := refusal_words(result.failures, any_error=False)):
-        return "refused", said
-    if result.verdict is not Verdict.PASSED:
-        unjudged = result.findings and not any(finding.judged for finding in result.findings)
-        return "not judged" if unjudged else _WORDS.get(result.verdict, "wrong"), first
-    if refusal is not None:
-        return "refused", refusal.name
-    worst = None if measured is None else measured.worst_gradient
-    if measured is None or worst is None or worst.allowed is None:
-        return "not judged", "no gradient was compared with one rank"
-    if not worst.distance <= worst.allowed:  # NaN is wrong
-        return "wrong", f"{worst.fqn} is further from one rank than allowed"
-    return "equal" if measured.same_bits else "drift" if worst.distance > ONE_ROUNDING else "rounding", ""
 
 
 def exit_code_of(rows: Sequence[Row], result: RunResult) -> ExitCode:

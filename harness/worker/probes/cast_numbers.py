@@ -99,9 +99,7 @@ def _log2_total(values: Array) -> float:
 EPS = np.float64(1e-12)  # torchao clamps an amax below this: such a row has no amax * scale worth a rule
 SMALLEST_BLOCK = np.float64(2.0**-118)  # blocks with a smaller amax share the scale 2**-127, the smallest of e8m0
 _SMALLEST_SCALE = 2.0**-127
-_ROUNDING = (
-    1 + 2.0**-19
-)  # the logarithm of a scale is rounded by up to this, a product by less
+_ROUNDING = 1 + 2.0**-19  # the logarithm of a scale is rounded by up to this, a product by less
 _MAGNITUDE = np.uint8(0x7F)
 _CPU_DEVICE = (1, 0)  # kDLCPU, the only one
 _NONFINITE_FROM = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # magnitude bits of the first that is no number

@@ -25,7 +25,6 @@ from harness.plugins.parity.layouts import (
     Parity,
     Row,
     _beside,
-    cases_of,
     check_job,
     exit_code_of,
     judge_curve,
@@ -35,6 +34,7 @@ from harness.plugins.parity.layouts import (
 )
 from harness.report.sections import text_of
 from harness.result import CaseResult, Curve, WorstGradient
+from harness.studies.layouts import cases_of
 from harness.verdict import ExitCode, Verdict
 from tests.builders import WQ, a_finding, make_failure, make_measured, make_result, make_results
 from tests.commands import understood

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.jsonform import to_json
-from harness.plugins.parity.layouts import Parity, Row, Word, exit_code_of
+from harness.plugins.parity.layouts import Parity, Row, exit_code_of
 from harness.report.ci import annotation
 from harness.store import run_lines
+from harness.studies.layouts import Word
 from harness.verdict import ExitCode, Verdict
 from tests.builders import a_finding, make_failure, make_result, make_results, run_of
 from tests.forge import BOT, USER, Forge, forge_at

@@ -1,0 +1,10 @@
+"""FP8 parallel training in your own tests: functions to call in any pytest. See docs/library.md.
+
+It stands above the harness like a front end: no project, no options, nothing stored but in the cache folder of the
+user. Importing it costs nothing.
+"""
+
+from fp8_harness.cases import assert_case
+from fp8_harness.layouts import assert_layouts_equal
+
+__all__ = ["assert_case", "assert_layouts_equal"]
