@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from types import ModuleType
 
@@ -35,6 +36,18 @@ def test_what_torch_first_imports_meanwhile_does_not_pretend_later(monkeypatch: 
         late.has_triton = torch.utils._triton.has_triton
         assert late.has_triton()
     assert not late.has_triton()
+
+
+def test_torch_finds_no_triton_where_it_first_looks_meanwhile():
+    script = """
+from harness.worker.virtual.mxfp8 import pretended_gpu
+with pretended_gpu({}):
+    import torch._dynamo.utils, torch._inductor.compile_fx
+from torch.utils._triton import has_triton_package
+print(torch._dynamo.utils.has_triton(), has_triton_package())
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines()[-1:] == ["False False"], ran.stderr
 
 
 @st.composite

@@ -107,6 +107,11 @@ def _install_device() -> None:
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     _scale_before_reductions()
     PROCESS.keep("process groups of the device")
+    if not internals.gaps("autocast"):
+        from harness.worker.virtual import autocast
+
+        autocast.install_state()
+        PROCESS.keep("autocast", _override("aten", autocast.kernels(), "AutocastCPU"))
 
 
 def _without_pretended_gpus() -> None:

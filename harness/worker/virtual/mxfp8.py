@@ -6,6 +6,7 @@ reference cast, to which its tests hold them bit for bit. What a kernel asserts 
 what it leaves as it was in memory is NaN.
 """
 
+import builtins
 import contextlib
 import importlib
 import inspect
@@ -50,6 +51,7 @@ def pretended_gpu(bodies: Mapping[str, Body], *, available: Collection[str] = ()
     with contextlib.ExitStack() as pretending:
         for name, value in _PRETENDED.items():
             pretending.enter_context(mock.patch(name, value))
+        pretending.enter_context(mock.patch("builtins.__import__", _without_triton(builtins.__import__)))
         sys.modules.update(stand_in)
         try:
             yield
@@ -62,6 +64,18 @@ def pretended_gpu(bodies: Mapping[str, Body], *, available: Collection[str] = ()
     _restore(sys.modules.keys() - before.keys(), stock)
     for name in unused:
         raise RuntimeError(f"torchao has no kernel {name}: the virtual device knows those of torchao 0.18.")
+
+
+def _without_triton(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `__import__`: torch finds no Triton. It looks once in a process, and would keep the stand-in."""
+
+    def load_for(name: str, *given: Any, **named: Any) -> Any:
+        importing = (given[0] if given else named.get("globals")) or {}
+        if name.partition(".")[0] == "triton" and str(importing.get("__name__")).startswith("torch."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return load(name, *given, **named)
+
+    return load_for
 
 
 def _restore(imported: Collection[str], stock: Mapping[str, object]) -> None:
