@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -21,6 +22,7 @@ from harness.verdict import Finding
 from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.virtual import device
 from harness.worker.virtual.scaled_mm import scaled_mm
+from harness.worker.virtual.scaled_rules import GPU
 from tests.builders import run_of
 from tests.jobs import run_request, traces_of
 from tests.worker.conftest import Train
@@ -89,24 +91,84 @@ def test_the_thread_count_and_the_order_of_summation_do_not_matter():
 
 
 def refusal(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16, bias=None) -> str:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
         torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, bias=bias)
     return str(caught.value)
 
 
 def test_what_a_gpu_refuses_is_refused_with_its_words():
     a, b = operands(32, 48, 32)
-    assert "self.size(1) to be divisible by 16" in refusal(*operands(32, 40, 32))
-    assert "both dimensions of mat2 to be divisible by 16" in refusal(*operands(32, 48, 24))
-    assert "mat2 must be col_major" in refusal(a, b.contiguous())
-    assert "self must be row_major" in refusal(a.t().contiguous().t(), b)
-    assert "must be float (fp32)" in refusal(a, b, ONE.double(), ONE.double())
-    assert "scaling" in refusal(a, b, torch.rand(16, 1), torch.rand(1, 32))
-    assert "contiguous" in refusal(a, b, torch.rand(32, 2)[:, :1], torch.rand(1, 32))
-    assert "Float8_e5m2" in refusal(a.to(E5M2), b.to(E5M2))
-    assert "row-wise" in refusal(a, b, torch.rand(32, 1), torch.rand(1, 32), torch.float32)
+    assert refusal(*operands(32, 40, 32)) == (
+        "Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: (32x40)."
+    )
+    assert refusal(*operands(32, 48, 24)) == "mat2 shape (48x24) must be divisible by 16"
+    layout = "Only multiplication of row-major and column-major matrices is supported by cuBLASLt"
+    assert refusal(a, b.contiguous()) == refusal(a.t().contiguous().t(), b) == layout
+    for scales in (
+        (ONE.double(), ONE.double()),
+        (torch.rand(16, 1), torch.rand(1, 32)),
+        (torch.rand(32, 2)[:, :1], torch.rand(1, 32)),
+    ):
+        assert refusal(a, b, *scales).startswith("Invalid scaling configuration.\n- For TensorWise scaling, a and b")
+    assert refusal(a.to(E5M2), b.to(E5M2)) == "Multiplication of two Float8_e5m2 matrices is not supported"
     assert "Float32" in refusal(a, b, out_dtype=torch.float32, bias=torch.ones(32))
-    assert "Bias must be torch.bfloat16" in refusal(a, b, bias=torch.ones(32, dtype=torch.float16))
+    half = torch.ones(32, dtype=torch.float16)
+    assert refusal(a, b, bias=half) == "Bias must be BFloat16 to compute BFloat16 output, but got Half"
+    assert refusal(a, b, bias=half[:16]) == "Bias must be size 32 but got 16"
+
+
+ROWS = torch.rand(32, 1) + 0.5, torch.rand(1, 32) + 0.5
+
+
+def test_what_is_refused_is_that_of_the_pretended_gpu(monkeypatch: pytest.MonkeyPatch):
+    a, b = operands(32, 48, 32)
+    *blocked, _ = in_blocks(32, 64, 32)
+    slices = torch.rand(1, 32).t(), torch.rand(1, 32)
+    for out_dtype in (torch.float32, torch.float16):
+        assert torch._scaled_mm(a, b, *ROWS, out_dtype=out_dtype).dtype == out_dtype
+    monkeypatch.setattr(GPU, "capability", (8, 0))
+    assert "compute capability >= 9.0 or 8.9" in refusal(a, b)
+    monkeypatch.setattr(GPU, "capability", (9, 0))
+    assert refusal(*blocked) == "scales of 1x32 values: cuBLAS has no kernel for SM 9.0"
+    monkeypatch.setattr(GPU, "capability", (10, 0))
+    assert torch._scaled_mm(a, b.contiguous(), ONE, ONE, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert "Only bf16, fp16, and fp32" in refusal(a, b, *ROWS, out_dtype=None)
+    with pytest.raises(NotImplementedError, match=r"only supported in CUDA for SM90"):
+        v2(a, b, *slices, ScalingType.BlockWise1x128)
+
+
+def test_without_a_dtype_the_result_is_float8_and_saturates():
+    a, b = operands(32, 48, 32)
+    exact = (a.double() @ b.double()) * 0.125
+    for scale_result, by in ((None, 1.0), (torch.tensor(0.5), 0.5)):
+        out = torch._scaled_mm(a, b, ONE * 0.125, ONE, scale_result=scale_result)
+        assert out.dtype == E4M3 and torch.equal(out.double(), (exact * by).clamp(-448, 448).to(E4M3).double())
+    assert "the virtual device has it for scales of tensors" in refusal(a, b, out_dtype=E5M2)
+
+
+@pytest.mark.parametrize("kinds", [((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128))])
+@pytest.mark.parametrize("sizes", [(160, 272, 288), (32, 128, 16)])
+def test_blocks_of_128_are_multiplied_by_their_scales(sizes, kinds):
+    m, k, n = sizes
+    (rows_a, _), (rows_b, _) = kinds
+    blocks = -(-k // 128)
+    a, b = operands(m, k, n)
+    of_a, of_b = (torch.rand(-(-size // rows), blocks) + 0.5 for size, rows in ((m, rows_a), (n, rows_b)))
+    whole = [
+        data.double() * scale.double().repeat_interleave(rows, 0)[: len(data)].repeat_interleave(128, 1)[:, :k]
+        for data, scale, rows in ((a, of_a, rows_a), (b.t(), of_b, rows_b))
+    ]
+    exact = (whole[0] @ whole[1].t()).float()
+    first = [scale.t().contiguous().t() if rows == 1 else scale for scale, rows in ((of_a, rows_a), (of_b, rows_b))]
+    result = torch._scaled_mm(a, b, first[0], first[1].t(), out_dtype=torch.float32)
+    assert torch.allclose(result, exact, rtol=1e-6, atol=1e-3)
+    padded = [
+        scale if rows == 1 else functional.pad(scale, (0, -blocks % 4)).t()
+        for scale, rows in zip(first, (rows_a, rows_b), strict=True)
+    ]
+    names = [ScalingType.BlockWise1x128 if rows == 1 else ScalingType.BlockWise128x128 for rows in (rows_a, rows_b)]
+    second = functional.scaled_mm(a, b, padded[0], names[0], padded[1], names[1], output_dtype=torch.float32)
+    assert torch.equal(second, result)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +250,12 @@ def test_the_second_version_is_the_first_one_and_is_counted():
     *blocked, _ = in_blocks(160, 96, 288)
     with ScaledMMCounter() as counted:
         pairs = (
-            (v2(a, b, ONE, ONE, ScalingType.TensorWise, **in_order), scaled_mm(a, b, ONE, ONE)),
-            (v2(a, b, *rows, ScalingType.RowWise, **in_order), scaled_mm(a, b, *rows)),
-            (v2(*blocked, ScalingType.BlockWise1x32), scaled_mm(*blocked)),
+            (
+                v2(a, b, ONE, ONE, ScalingType.TensorWise, **in_order),
+                scaled_mm(a, b, ONE, ONE, out_dtype=torch.bfloat16),
+            ),
+            (v2(a, b, *rows, ScalingType.RowWise, **in_order), scaled_mm(a, b, *rows, out_dtype=torch.bfloat16)),
+            (v2(*blocked, ScalingType.BlockWise1x32), scaled_mm(*blocked, out_dtype=torch.bfloat16)),
         )
         kinds = ([ScalingType.BlockWise1x32.value], [SwizzleType.SWIZZLE_32_4_4.value])
         out = torch.empty(0, dtype=torch.bfloat16)
@@ -206,7 +271,7 @@ def test_the_second_version_refuses_as_a_gpu_does():
         v2(a, b, scale_a, scale_b, ScalingType.BlockWise1x32, swizzle=SwizzleType.NO_SWIZZLE)
     with pytest.raises((RuntimeError, ValueError), match="scale_b must have 512"):
         v2(a, b, scale_a, scale_b[:256], ScalingType.BlockWise1x32)
-    with pytest.raises(NotImplementedError, match="the virtual device has TensorWise, RowWise and BlockWise1x32"):
+    with pytest.raises(NotImplementedError, match="the virtual device has those of float8, not of float4"):
         v2(a, b, scale_a, scale_b, ScalingType.BlockWise1x16)
 
 

@@ -18,7 +18,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.matrix.recipes import BLOCK
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.virtual.scaled_mm import Operand, block_product, operand
+from harness.worker.virtual.scaled_mm import block_product, operand
+from harness.worker.virtual.scaled_rules import Operand
 
 Tensor = torch.Tensor
 _BITS = 18  # of a slice: sums of 2**17 products of two are exact in float64

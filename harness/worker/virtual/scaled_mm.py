@@ -5,79 +5,20 @@ result does not depend on the order of summation, the number of threads, the CPU
 rounded once, to the output dtype. A GPU accumulates in float32 (less with fast accumulation) and differs by rounding.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.matrix.recipes import BLOCK
 from harness.worker.dispatch_hooks.hook import unobserved
-
-
-class Operand(NamedTuple):
-    """The properties of a tensor that the checks read."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Signature(NamedTuple):
-    """The arguments of one `_scaled_mm` call without their values."""
-
-    a: Operand
-    b: Operand
-    scale_a: Operand
-    scale_b: Operand
-    out_dtype: torch.dtype
-    bias: torch.dtype | None
-    has_scale_result: bool
+from harness.worker.virtual.scaled_rules import GPU, MX, SLICE, Operand, Signature, blocks_of, refusal
 
 
 def operand(tensor: torch.Tensor) -> Operand:
     return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def refusal(signature: Signature) -> str | None:
-    """Return the error message of a GPU (sm89 or later) for this call; None if it would run."""
-    meta_a, meta_b, meta_scale_a, meta_scale_b = (
-        torch.empty_strided(op.shape, op.stride, dtype=op.dtype, device="meta")
-        for op in (signature.a, signature.b, signature.scale_a, signature.scale_b)
-    )
-    try:
-        torch.ops.aten._scaled_mm.default(
-            meta_a, meta_b, meta_scale_a, meta_scale_b, None, None, signature.out_dtype, False
-        )
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return _kernel_refusal(signature)
-
-
-def _kernel_refusal(signature: Signature) -> str | None:
-    if signature.a.dtype == signature.b.dtype == torch.float8_e5m2:
-        return "Multiplication of two Float8_e5m2 matrices is not supported"
-    if signature.out_dtype == torch.float64:
-        return None  # for cases of dtype float64, see above
-    return _output_refusal(signature)
-
-
-def _output_refusal(signature: Signature) -> str | None:
-    rowwise = len(signature.scale_a.shape) == 2 and signature.scale_a.shape[0] > 1
-    if rowwise and signature.out_dtype != torch.bfloat16:
-        return f"Only bf16 high precision output types are supported for row-wise scaling, got {signature.out_dtype}"
-    if signature.out_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"out_dtype {signature.out_dtype} is not supported by the virtual device"
-    if signature.bias is not None and signature.out_dtype == torch.float32:
-        return "Bias is not supported when out_dtype is set to Float32"
-    if signature.bias not in (None, signature.out_dtype):
-        return f"Bias must be {signature.out_dtype} to compute {signature.out_dtype} output, but got {signature.bias}"
-    if signature.has_scale_result:
-        return "scale_result is only for float8 outputs, which the virtual device does not model"
-    return None
 
 
 def scaled_mm(
@@ -90,33 +31,54 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Returns `a @ b`, dequantized, as [M, N] in `out_dtype` (default bfloat16).
+    """Returns `a @ b`, dequantized, as [M, N] in `out_dtype` (default: the dtype of `a`, as on a GPU).
 
-    `a` is [M, K] row-major, `b` [K, N] column-major; scales are scalars, or [M, 1] and [1, N]. Raises RuntimeError with
-    the message of torch where a GPU would.
+    `a` is [M, K] row-major, `b` [K, N] column-major; scales are those that `blocks_of` knows. A float8 result is
+    multiplied by `scale_result` and saturates. Raises what a GPU raises, see `scaled_rules`.
     """
     require_allowed(a, b, scale_a, scale_b, bias, scale_result, out_dtype)
-    if scale_a.dtype == torch.float8_e8m0fnu:
+    blocks = blocks_of(*map(operand, (a, b, scale_a, scale_b)))
+    if blocks == (MX, MX):
         product = block_product(a, b, scale_a, scale_b)
+    elif blocks is not None and SLICE in blocks:
+        given = zip((scale_a, scale_b.t()), blocks, strict=True)
+        of_a, of_b = (scale.repeat_interleave(rows, 0) for scale, (rows, _) in given)
+        product = product_of_blocks(a, b, of_a, of_b, SLICE[1])
     else:
         with unobserved():
             product = a.to(torch.float64) @ b.to(torch.float64)
         product *= scale_a.to(torch.float64) * scale_b.to(torch.float64)
     if bias is not None:
         product += bias.to(torch.float64)
-    return product.to(out_dtype or torch.bfloat16)
+    return _rounded(product, out_dtype or a.dtype, scale_result)
+
+
+def _rounded(product: torch.Tensor, dtype: torch.dtype, scale_result: torch.Tensor | None) -> torch.Tensor:
+    if dtype.itemsize > 1:
+        return product.to(dtype)
+    if scale_result is not None:
+        product *= scale_result.to(torch.float64)
+    largest = torch.finfo(dtype).max
+    return product.clamp(-largest, largest).to(dtype)
 
 
 def block_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in float64, where 32 values along K share a scale; scales as the hardware reads them, see `unswizzled`.
+    """`a @ b` in float64, where 32 values along K share a scale, as the hardware reads it: see `unswizzled`."""
+    return product_of_blocks(a, b, *unswizzled_scales(a, b, scale_a, scale_b), BLOCK)
+
+
+def product_of_blocks(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, length: int
+) -> torch.Tensor:
+    """`a @ b` in float64, with scales [rows of a or more, blocks of `length`] and [columns of b or more, blocks].
 
     Products of blocks are exact, and added in the order of K whatever the sharding of M and N.
     """
-    of_a, of_b = (scale.to(torch.float64) for scale in unswizzled_scales(a, b, scale_a, scale_b))
+    of_a, of_b = scale_a[: a.shape[0]].to(torch.float64), scale_b[: b.shape[1]].to(torch.float64)
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
     with unobserved():
-        for block in range(a.shape[1] // BLOCK):
-            inner = slice(block * BLOCK, (block + 1) * BLOCK)
+        for block in range(-(-a.shape[1] // length)):
+            inner = slice(block * length, (block + 1) * length)
             product = a[:, inner].to(torch.float64) @ b[inner].to(torch.float64)
             total += product * (of_a[:, block, None] * of_b[None, :, block])
     return total
@@ -149,20 +111,21 @@ def require_allowed(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> None:
-    """Raises RuntimeError with the message of torch where a GPU would refuse these arguments of `scaled_mm`."""
-    message = refusal(
+    """Raises what a GPU raises for these arguments of `scaled_mm`."""
+    refused = refusal(
         Signature(
             operand(a),
             operand(b),
             operand(scale_a),
             operand(scale_b),
-            out_dtype or torch.bfloat16,
-            bias=None if bias is None else bias.dtype,
-            has_scale_result=scale_result is not None,
-        )
+            out_dtype or a.dtype,
+            bias=None if bias is None else operand(bias),
+            scale_result=None if scale_result is None else operand(scale_result),
+        ),
+        GPU.capability,
     )
-    if message is not None:
-        raise RuntimeError(message)
+    if refused is not None:
+        raise refused.error(refused.text)
 
 
 def scaled_mm_v2(
@@ -181,21 +144,41 @@ def scaled_mm_v2(
 ) -> torch.Tensor:
     """`scaled_mm` as `torch.nn.functional.scaled_mm` calls it, which names the recipe and the order of scales.
 
-    Knows one scale for the tensor, for each row, and for each 32 values. Raises NotImplementedError for other recipes,
-    ValueError with the message of the CUDA kernel for scales of blocks in another order than 32_4_4, and RuntimeError
-    as `scaled_mm` does. Source: `_scaled_mxfp8_mxfp8` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
+    Knows the scalings of the first one. Raises NotImplementedError for others, ValueError with the message of the CUDA
+    kernel for scales of blocks in another order than 32_4_4, and what `scaled_mm` raises. Source: `_scaled_mxfp8_mxfp8`
+    and `_scaled_block*` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
     """
-    recipes = {*recipe_a, *recipe_b}
-    if len(recipes) > 1 or not recipes <= _RECIPES or len(scale_a) != 1 or len(scale_b) != 1:
-        message = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has TensorWise, RowWise and BlockWise1x32"
+    recipes = *recipe_a, *recipe_b
+    if len(scale_a) != 1 or len(scale_b) != 1 or recipes not in _RECIPES:
+        message = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has those of float8, not of float4"
         raise NotImplementedError(message)
-    if recipes == {ScalingType.BlockWise1x32.value}:
+    if _SLICE in recipes:
+        if GPU.capability is not None and GPU.capability[0] != 9:
+            raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90")
+        of_a = _as_first(a, scale_a[0], recipe_a[0], "a")
+        of_b = _as_first(b.t(), scale_b[0], recipe_b[0], "b").t()
+        return scaled_mm(a, b, of_a, of_b, bias, out_dtype=out_dtype or a.dtype)
+    if recipes == (_MX, _MX):
         require_swizzled(*swizzle_a, *swizzle_b)
     meta = [tensor.to("meta") for tensor in (a, b, scale_a[0], scale_b[0])]
     torch.ops.aten._scaled_mm_v2.default(
         *meta[:2], meta[2:3], recipe_a, swizzle_a, meta[3:], recipe_b, swizzle_b, None, out_dtype
     )
     return scaled_mm(a, b, scale_a[0], scale_b[0], bias, out_dtype=out_dtype or a.dtype)
+
+
+def _as_first(matrix: torch.Tensor, scale: torch.Tensor, recipe: int, name: str) -> torch.Tensor:
+    """Return the scales of blocks of a matrix [rows, K] as the first version takes them.
+
+    Those of 128 x 128 come as [blocks of K, padded to four; blocks of rows].
+    """
+    rows, blocks = matrix.shape[0], -(-matrix.shape[1] // 128)
+    shape = (rows, blocks) if recipe == _SLICE else (-(-blocks // 4) * 4, -(-rows // 128))
+    if scale.shape != shape or scale.dtype != torch.float32:
+        raise ValueError(f"scale_{name} must have shape {shape[0]} x {shape[1]} Float elements, got {[*scale.shape]}")
+    if scale.stride(0) != 1 or scale.stride(1) not in ((shape[0],) if shape[1] > 1 else (1, shape[0])):
+        raise ValueError(f"scale_{name} must have strides (1, {shape[0]}); got {[*scale.stride()]}")
+    return scale if recipe == _SLICE else scale[:blocks].t().contiguous()
 
 
 def require_swizzled(a: SwizzleType | int, b: SwizzleType | int) -> None:
@@ -205,7 +188,9 @@ def require_swizzled(a: SwizzleType | int, b: SwizzleType | int) -> None:
             raise ValueError(f"scale_{name} must be swizzled to SWIZZLE_32_4_4 format")
 
 
-_RECIPES = {ScalingType.TensorWise.value, ScalingType.RowWise.value, ScalingType.BlockWise1x32.value}
+_TENSOR, _ROW, _MX = ScalingType.TensorWise.value, ScalingType.RowWise.value, ScalingType.BlockWise1x32.value
+_SLICE, _SQUARE = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+_RECIPES = {(_TENSOR, _TENSOR), (_ROW, _ROW), (_MX, _MX), (_SLICE, _SLICE), (_SLICE, _SQUARE), (_SQUARE, _SLICE)}
 
 
 def into(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
