@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from harness.checks.advice import advice, advice_of
 from harness.checks.catalogue import CHECKS, RULES
 from harness.checks.check import Check, Rule, Stage
+from harness.errors import HarnessError
+from harness.matrix.axes import suggestion
 from harness.report.sections import Block, Facts, Items, Section, Table, markdown
 from harness.text import shown
 from harness.verdict import check_of
@@ -29,12 +31,14 @@ def checks_markdown() -> str:
 
 
 def is_explained(word: str) -> bool:
-    """Return True for the name of a rule, or of a check."""
-    return word in RULES or any(check_of(name) == word for name in RULES)
+    """Return True for the name of a check, or of what may be its rule."""
+    return check_of(word) in map(check_of, RULES) and not word.endswith(".toml")
 
 
 def explained(word: str) -> Section:
-    """Return what a rule or a check is."""
+    """Return what a rule or a check is. HarnessError where the check has no such rule."""
+    if "/" in word and word not in RULES:
+        raise HarnessError(f"{check_of(word)} has no such rule.", where=word, fix=suggestion(word, RULES))
     if word in RULES:
         return Section(title=word, blocks=tuple(_rule(RULES[word])))
     check = next((check for check in CHECKS if check.name == word), None)

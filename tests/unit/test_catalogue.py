@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from harness.checks.advice import advice, advice_of
 from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
+from harness.errors import HarnessError
 from harness.report.checks import checks_markdown, explained
 from harness.report.sections import text_of
 from harness.verdict import Finding, Verdict
@@ -145,6 +146,8 @@ def test_every_check_is_described_with_its_rules() -> None:
         assert check.question.endswith("?") and check.blind.endswith(".")
         shown = text_of([explained(check.name)])
         assert check.question in shown and all(rule.name in shown for rule in check.rules)
+    with pytest.raises(HarnessError, match="did you mean scales/amax"):
+        explained("scales/amx")
 
 
 @pytest.mark.plugin("faults")

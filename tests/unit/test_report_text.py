@@ -117,6 +117,7 @@ def test_a_failure_is_three_lines_and_one_line_for_all_that_follows() -> None:
         "  reproduce: fp8-harness run bad",
     ]
     whole = text_of([case_section(result("bad", Verdict.INVARIANT, FINDING, WRONG), whole=True)])
+    assert "`fp8-harness explain RULE`" in whole
     assert "second line" in whole and "parity/gradients [step 3]: 21 of 21 gradients differ" in whole
 
 
