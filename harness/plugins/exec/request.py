@@ -1,0 +1,67 @@
+"""What `exec` asks of the process that runs a command, and what every process of it records.
+
+Both are files of one folder: `request.msgpack`, and a `record-PID.msgpack` of each process that built an optimizer,
+joined a process group or met something that the device lacks.
+"""
+
+from pathlib import Path
+
+from harness.matrix.case import Case
+from harness.trace import RankTrace
+from harness.trace.record import Patch, Record
+
+REQUEST = "request.msgpack"
+RECORDS = "record-*.msgpack"
+
+
+class Gpu(Record, frozen=True, kw_only=True):
+    """The GPU that a script is shown."""
+
+    name: str  # of `torch.cuda.get_device_name`
+    capability: tuple[int, int]
+    memory_gib: int
+
+
+GPUS = {
+    "4090": Gpu(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory_gib=24),
+    "h100": Gpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_gib=80),
+    "b200": Gpu(name="NVIDIA B200", capability=(10, 0), memory_gib=180),
+}
+
+
+class ExecRequest(Record, frozen=True, kw_only=True):
+    """A command as it was typed. `ranks`: 0 for what the command itself says, else that many GPUs and ranks."""
+
+    command: tuple[str, ...]
+    ranks: int = 0
+    nodes: int = 1
+    gpu: Gpu = GPUS["h100"]
+    injections: tuple[Patch, ...] = ()
+    watch: bool = True
+    steps: int = 3  # how many steps of each optimizer are recorded whole
+    keep_inputs: bool = False  # record initial weights and batches, for the same command on one rank
+    inputs: Path | None = None  # a folder of such records of all ranks, which this run on one rank trains on
+
+
+class Absent(Record, frozen=True, kw_only=True):
+    """Something of a GPU that a CPU lacks, and where the script used it."""
+
+    name: str  # "torch.cuda.synchronize"
+    effect: str  # "does nothing", "returns 0", "raised"
+    line: str  # the first line of the script that used it: "train.py:41"
+    calls: int = 1
+
+
+class ProcessRecord(Record, frozen=True, kw_only=True):
+    """What one process did. `trace` and `case`: of what it trained, None where it built no optimizer."""
+
+    pid: int
+    rank: int
+    world_size: int
+    ended: str = ""  # the exception that ended it, with the line of the script; empty where it ended well
+    exit_code: int = 0
+    steps: int = 0  # of optimizers
+    case: Case | None = None  # layout, recipe and dtype, as they were found
+    trace: RankTrace | None = None
+    not_watched: str = ""  # why there is no trace although it trained
+    absent: tuple[Absent, ...] = ()

@@ -1,0 +1,1 @@
+"""What `exec` adds inside of the processes that it starts."""
