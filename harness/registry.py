@@ -27,6 +27,7 @@ GROUP = "fp8_harness"  # of entry points
 _HOMES: Mapping[str, str] = {
     "bug": "bugs",
     "check-target": "check_target",
+    "exec": "exec",
     "compare": "release",
     "parity": "parity",
     "predict": "predict",

@@ -1,10 +1,86 @@
 """`fp8-harness exec`: runs a command on CPU ranks as if there were GPUs, and judges what it trained."""
 
+import shutil
+from pathlib import Path
+
 import click
 
+from harness.cli.options import ABOVE_0, AT_LEAST_1, json_option, run_option, say, write_json
+from harness.errors import HarnessError
+from harness.plugins.exec.report import answer_of, lines
+from harness.plugins.exec.request import GPUS, ExecRequest
+from harness.plugins.exec.supervise import Bounds, check_room, run
+from harness.running.machine import check_ranks
+from harness.running.plan import parse_injection
 
-@click.command("exec", context_settings={"ignore_unknown_options": True})
+_EPILOG = """\b
+Examples:
+  fp8-harness exec -- torchrun --nproc-per-node 2 train.py --steps 10
+  fp8-harness exec -n 4 --gpu b200 -- accelerate launch --num_processes 4 ft.py
+  fp8-harness exec -n 8 --nodes 2 -- python -m my_pkg.train
+  fp8-harness exec --timeout 600 -- pytest tests/gpu
+
+\b
+Exit codes: that of the command where nothing was found; 1 something is wrong,
+or a bound was passed, 2 usage error or bad input, 130 interrupted.
+"""
+
+
+@click.command("exec", epilog=_EPILOG, context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
-def exec_command(*, command: tuple[str, ...]) -> int:
-    """Run a command on CPU ranks as if there were GPUs, and check what it trains."""
-    raise NotImplementedError
+@click.option("-n", "--ranks", type=AT_LEAST_1, help="How many GPUs and ranks. Default: what the command says.")
+@click.option("--gpu", type=click.Choice(list(GPUS)), default="h100", show_default=True, help="The GPU it is shown.")
+@click.option("--nodes", type=AT_LEAST_1, default=1, show_default=True, help="How many nodes the ranks seem to be on.")
+@click.option("--timeout", "timeout_s", type=ABOVE_0, metavar="SECONDS", help="End it then, and say where ranks are.")
+@click.option("--memory-per-rank", "memory_gib", type=ABOVE_0, metavar="GIB", help="End it where a process holds more.")
+@click.option("--watch/--no-watch", default=True, help="Whether to record and judge what it trains.")
+@run_option("inject")
+@json_option("the answer")
+def exec_command(  # noqa: PLR0913  one parameter an option
+    *,
+    command: tuple[str, ...],
+    ranks: int | None,
+    gpu: str,
+    nodes: int,
+    timeout_s: float | None,
+    memory_gib: float | None,
+    watch: bool,
+    inject: tuple[str, ...],
+    json_file: Path | None,
+) -> int:
+    """Run a command on CPU ranks as if there were GPUs, and check what it trains.
+
+    COMMAND is what is typed where there are GPUs: torchrun, accelerate launch, python, -m MODULE, pytest. Nothing of it
+    is changed. Its output is its own; what is found goes to stderr.
+    """
+    request = ExecRequest(
+        command=command,
+        ranks=ranks or 0,
+        nodes=nodes,
+        gpu=GPUS[gpu],
+        injections=tuple(parse_injection(text).patch for text in inject),
+        watch=watch,
+    )
+    check_ranks()
+    check_command(request)
+    outcome = run(request, Bounds(timeout_s=timeout_s or 0.0, memory_gib=memory_gib or 0.0))
+    answer = answer_of(outcome)
+    for line in lines(answer, {"gpu": gpu}):
+        say(line, err=True)
+    write_json(json_file, answer)
+    return answer.exit_code
+
+
+def check_command(request: ExecRequest) -> None:
+    """HarnessError for a command that cannot be run, before anything is imported."""
+    check_room(request.ranks)
+    if request.ranks % request.nodes:
+        what = f"{request.ranks} ranks do not divide among {request.nodes} nodes."
+        raise HarnessError(what, where="--nodes", fix=f"give `-n` a multiple of {request.nodes}.")
+    first = request.command[0]
+    script = next((word for word in request.command if word.endswith(".py")), "")
+    own = first.endswith(".py") or Path(first).name.startswith("python")
+    if own and script and not Path(script).exists() and "-m" not in request.command and "-c" not in request.command:
+        raise HarnessError("there is no such script.", where=script, fix=f"check the path: this is {Path.cwd()}.")
+    if not own and not first.startswith("-") and Path(first).name != "torchrun" and shutil.which(first) is None:
+        raise HarnessError("there is no such program.", where=first, fix="check its name, or install its package.")

@@ -206,9 +206,16 @@ class Fabric:
         self._open: Callable[[str, Sequence[int], int], Group | Loopback] | None = None
         self._groups: dict[str, Group | Loopback] = {}
         self._owned: set[str] = set()
+        self._paths: dict[str, Path] = {}
 
-    def own(self, name: str) -> None:
+    def own(self, name: str, path: Path | None = None) -> None:
+        """Note a group that was made over this fabric. `path`: of its file, where its name does not tell it apart."""
         self._owned.add(name)
+        self._groups.pop(name, None)
+        if path is None:
+            self._paths.pop(name, None)
+        else:
+            self._paths[name] = path
 
     def owns(self, name: str) -> bool:
         """Return whether the group of that name was made over this fabric."""
@@ -230,6 +237,7 @@ class Fabric:
         """Drop all groups. Using one before the next `connect` is an error."""
         self._groups.clear()
         self._owned.clear()
+        self._paths.clear()
         self._open = None
 
     def buffers(self) -> list[torch.Tensor]:
@@ -241,6 +249,10 @@ class Fabric:
     def group(self, name: str, ranks: Callable[[], Sequence[int]], rank: Callable[[], int]) -> Group | Loopback:
         """Return the group called `name`, opened on first use: a collective call that all its ranks must make."""
         if name not in self._groups:
+            if name in self._paths:
+                group = Group(self._paths[name], rank=rank(), ranks=ranks(), kinds=self._kinds)
+                self._groups[name] = group
+                return group
             assert self._open is not None, "the fabric is not connected"
             self._groups[name] = self._open(name, ranks(), rank())
         return self._groups[name]

@@ -1,0 +1,133 @@
+"""What `exec` says at the end: how the command ended, by which line, and what it used that a CPU lacks."""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from harness.plugins.exec.request import Absent, ProcessRecord
+from harness.plugins.exec.supervise import Outcome, Stack
+from harness.text import counted, format_ranks
+from harness.verdict import ExitCode
+
+_ABSENT_SHOWN = 8
+# What an exception says, and the way on.
+_WAYS_ON = (
+    ("ModuleNotFoundError: No module named 'triton", "run without its kernels here: no CPU runs Triton."),
+    ("ModuleNotFoundError: No module named", "install it: `pip install {missing}`."),
+    ("ImportError", "install the version of the package that the script needs."),
+    ("CollectiveMismatch", "let all ranks of the group make the same calls: on GPUs they would wait for each other."),
+    ("AcceleratorError: CUDA error: invalid device ordinal", "give `-n` as many ranks as the script uses GPUs."),
+    ("MemoryError", "give the script a smaller model or batch."),
+)
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` writes."""
+
+    exit_code: int
+    script_exit_code: int
+    error: str  # one line with the line of the script; empty where nothing failed
+    fix: str
+    seconds: float
+    ranks: int
+    steps: int
+    absent: tuple[Absent, ...]
+    not_watched: tuple[str, ...]
+    stacks: tuple[Stack, ...]
+    records: tuple[ProcessRecord, ...]
+
+
+def answer_of(outcome: Outcome) -> Answer:
+    """Return the answer to a run in which nothing was judged."""
+    error, fix = _error(outcome)
+    return Answer(
+        exit_code=exit_code(outcome),
+        script_exit_code=outcome.exit_code,
+        error=error,
+        fix=fix,
+        seconds=outcome.seconds,
+        ranks=max((record.world_size for record in outcome.records), default=1),
+        steps=max((record.steps for record in outcome.records), default=0),
+        absent=tuple(_absent(outcome.records)),
+        not_watched=tuple(dict.fromkeys(record.not_watched for record in outcome.records if record.not_watched)),
+        stacks=outcome.stacks,
+        records=outcome.records,
+    )
+
+
+def exit_code(outcome: Outcome) -> int:
+    """Return that of the script, or that of what ended it."""
+    if outcome.ended_for == "interrupted":
+        return int(ExitCode.INTERRUPTED)
+    return int(ExitCode.FAILED) if outcome.ended_for else outcome.exit_code
+
+
+def _error(outcome: Outcome) -> tuple[str, str]:
+    """Return what went wrong, in one line, and the way on."""
+    if outcome.ended_for:
+        where = "; ".join(_where(stack) for stack in outcome.stacks if stack.line and _speaks(stack, outcome))
+        return f"ended: {outcome.ended_for}{f': {where}' if where else ''}", _of_end(outcome)
+    failed = [record for record in outcome.records if record.ended and record.exit_code]
+    if failed:
+        first = min(failed, key=lambda record: (_is_follower(record), record.rank))
+        who = f"rank {first.rank}: " if first.world_size > 1 else ""
+        return f"{who}{first.ended}", _way_on(first.ended)
+    early = [record for record in outcome.records if record.exit_code and record.world_size > 1]
+    if early:
+        ranks = format_ranks(sorted({record.rank for record in early}))
+        return f"{ranks} ended with exit code {early[0].exit_code} and no exception", ""
+    return (f"the command ended with exit code {outcome.exit_code}", "") if outcome.exit_code else ("", "")
+
+
+def _speaks(stack: Stack, outcome: Outcome) -> bool:
+    return stack.rank is not None or all(other.rank is None for other in outcome.stacks)
+
+
+def _where(stack: Stack) -> str:
+    who = "" if stack.rank is None else f"rank {stack.rank} "
+    return f"{who}at {stack.line}{f' in {stack.call}' if stack.call else ''}"
+
+
+def _of_end(outcome: Outcome) -> str:
+    if "--timeout" in outcome.ended_for:
+        return "ranks at different lines wait for each other; at the same one, give it more time or smaller sizes."
+    return "give the script smaller sizes, or more memory." if "--memory" in outcome.ended_for else ""
+
+
+def _is_follower(record: ProcessRecord) -> bool:
+    """Return True for a launcher, which only tells that a rank failed."""
+    return "ChildFailedError" in record.ended or "ProcessRaisedException" in record.ended
+
+
+def _way_on(error: str) -> str:
+    for words, fix in _WAYS_ON:
+        if words in error:
+            missing = error.partition("No module named '")[2].partition("'")[0].partition(".")[0]
+            return fix.format(missing=missing)
+    return ""
+
+
+def _absent(records: tuple[ProcessRecord, ...]) -> Iterator[Absent]:
+    """Yield what was used, each once, with the calls of all processes together."""
+    found: dict[tuple[str, str], Absent] = {}
+    for record in records:
+        for absent in record.absent:
+            before = found.get((absent.name, absent.effect))
+            calls = absent.calls + (before.calls if before else 0)
+            found[absent.name, absent.effect] = msgspec.structs.replace(before or absent, calls=calls)
+    yield from sorted(found.values(), key=lambda absent: (absent.effect != "raised", absent.name))
+
+
+def lines(answer: Answer, words: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is printed behind the output of the command."""
+    took = f"{answer.seconds:.0f} s"
+    trained = counted(answer.steps, "step") if answer.steps else "no optimizer made a step"
+    yield f"exec: {counted(answer.ranks, 'rank')} of a pretended {words['gpu']}, {trained}, {took}"
+    for reason in answer.not_watched:
+        yield f"exec: not judged: {reason}"
+    if answer.absent:
+        shown = [f"{absent.name} {absent.effect} ({absent.line or 'a package'})" for absent in answer.absent]
+        more = f", and {len(shown) - _ABSENT_SHOWN} more" if len(shown) > _ABSENT_SHOWN else ""
+        yield f"exec: of a GPU, a CPU lacks: {'; '.join(shown[:_ABSENT_SHOWN])}{more}"
+    if answer.error:
+        yield f"exec: error: {answer.error}{f' Fix: {answer.fix}' if answer.fix else ''}"

@@ -1,0 +1,170 @@
+"""Launchers: torchrun, accelerate and `mp.spawn` parse their command lines themselves; ranks are forks of this process.
+
+What starts ranks in torch, `launch_agent`, is replaced. A rank gets the variables that torchrun sets. If one fails, the
+others are ended, as torchrun ends them.
+"""
+
+import multiprocessing.context
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.engine import linux
+from harness.engine.rank import flush_streams
+from harness.plugins.exec.request import ExecRequest
+from harness.plugins.exec.worker import script
+
+_GRACE_S = 30.0  # torchrun's, between SIGTERM and SIGKILL
+_POLL_S = 0.02
+_DEFAULT_PORT = 29500  # torchrun's, which two runs on one machine cannot share
+
+
+def install(request: ExecRequest, count: Callable[[int], None]) -> None:
+    """Replace what starts processes. `count` shows so many GPUs to the ranks of a node."""
+    _fork_instead_of_spawn()
+    from torch.distributed.launcher import api
+
+    def launch_agent(config: Any, entrypoint: Any, args: Sequence[Any], **_: Any) -> dict[int, Any]:
+        nodes = max(request.nodes, config.max_nodes)
+        local = max(request.ranks // nodes, 1) if request.ranks else config.nproc_per_node
+        count(local)
+        return _Launch(config, entrypoint, list(args), nodes, local).run()
+
+    module: Any = api
+    module.launch_agent = launch_agent
+
+
+def _fork_instead_of_spawn() -> None:
+    """A spawned process would import torch without GPUs. A fork has what a script shares with it, and more."""
+    contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    for name in ("spawn", "forkserver"):
+        kind = type(f"{name.title()}AsFork", (multiprocessing.context.ForkContext,), {"_name": name})
+        contexts[name] = kind()
+
+
+class _Launch:
+    """The ranks of one call of `launch_agent`."""
+
+    def __init__(self, config: Any, entrypoint: Any, args: list[Any], nodes: int, local: int) -> None:
+        self.config, self.entrypoint, self.args = config, entrypoint, args
+        self.nodes, self.local = nodes, local
+        self.port = _port(config.rdzv_endpoint)
+        self.run_id = config.run_id or uuid.uuid4().hex
+
+    def run(self) -> dict[int, Any]:
+        """Return what the ranks return, by rank. Raises ChildFailedError, as torchrun does, where one fails."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+        flush_streams()
+        results = {rank: os.pipe() for rank in range(self.nodes * self.local)} if callable(self.entrypoint) else {}
+        pids = {self._fork(rank, results.get(rank)): rank for rank in range(self.nodes * self.local)}
+        failures = {}
+        for rank, pid, code in _wait(pids):
+            failures[rank] = ProcessFailure(local_rank=rank % self.local, pid=pid, exitcode=code, error_file="<N/A>")
+        if failures:
+            raise ChildFailedError(str(self.entrypoint), failures)
+        return {rank: _read(pipe) for rank, pipe in results.items()}
+
+    def _fork(self, rank: int, pipe: tuple[int, int] | None) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            self._become(rank, parent, pipe)
+        return pid
+
+    def _become(self, rank: int, parent: int, pipe: tuple[int, int] | None) -> NoReturn:
+        linux.die_with_parent(parent)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.environ.update(self._variables(rank))
+        Path("/proc/self/comm").write_text(f"rank{rank}")  # by which the controller knows it
+        _begin(self.entrypoint, [str(arg) if not pipe else arg for arg in self.args], pipe)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        world = self.nodes * self.local
+        given = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % self.local,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": self.local,
+            "GROUP_RANK": rank // self.local,
+            "GROUP_WORLD_SIZE": self.nodes,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": world,
+            "ROLE_NAME": self.config.role,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": self.config.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+        }
+        return {name: str(value) for name, value in given.items()}
+
+
+def _begin(entrypoint: Any, args: list[Any], pipe: tuple[int, int] | None) -> NoReturn:
+    """Run a rank to the end of its process: a function, or a command."""
+    if callable(entrypoint):
+        script.end(lambda: _send(pipe, entrypoint(*args)))
+    script.end(lambda: script.main_of([entrypoint, *args])())  # noqa: PLW0108  a bad command ends this process
+
+
+def _send(pipe: tuple[int, int] | None, result: Any) -> None:
+    import pickle
+
+    if pipe is not None:
+        with os.fdopen(pipe[1], "wb") as file:
+            pickle.dump(result, file)
+
+
+def _read(pipe: tuple[int, int]) -> Any:
+    import pickle
+
+    os.close(pipe[1])
+    with os.fdopen(pipe[0], "rb") as file:
+        return pickle.load(file)
+
+
+def _port(endpoint: str) -> int:
+    """Return the port that was asked for, or a free one where it is the default that every run would take."""
+    _, _, text = endpoint.rpartition(":")
+    if text.isdigit() and int(text) not in (0, _DEFAULT_PORT):
+        return int(text)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(pids: dict[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Wait for all ranks; yield rank, pid and code of those that fail by themselves. The others are ended then."""
+    alive, kill_at_s = dict(pids), 0.0
+    try:
+        while alive:
+            for pid in list(alive):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                code = os.waitstatus_to_exitcode(status)
+                rank = alive.pop(pid)
+                if code and not kill_at_s:
+                    yield rank, pid, code
+                    kill_at_s = time.monotonic() + _GRACE_S
+                    _signal(alive, signal.SIGTERM)
+            if kill_at_s and time.monotonic() > kill_at_s:
+                _signal(alive, signal.SIGKILL)
+            time.sleep(_POLL_S)
+    finally:
+        _signal(alive, signal.SIGKILL)
+
+
+def _signal(pids: dict[int, int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,82 @@
+"""The process that runs a command: `python -m harness.plugins.exec.worker.root FOLDER`.
+
+It imports torch and torchao once, installs what a CPU lacks, and becomes the command: a script runs in it, and
+ranks are its forks. Its output is the command's.
+"""
+
+import faulthandler
+import importlib.util
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.plugins.exec.request import REQUEST, ExecRequest
+from harness.plugins.exec.worker import script
+
+STACKS = signal.SIGRTMAX  # asks a process for its stacks: no script uses it
+_OF_MANY = 4  # GPUs that are shown to tests, which say themselves how many ranks they start
+
+
+def run(folder: Path) -> None:
+    """Become the command of the request in this folder."""
+    request = msgspec.msgpack.decode((folder / REQUEST).read_bytes(), type=ExecRequest)
+    main = script.main_of(request.command)
+    _write_stacks_to(folder)
+    _install(request, folder)
+    script.install(folder)
+    script.end(main)
+
+
+def _install(request: ExecRequest, folder: Path) -> None:
+    logging.disable(logging.WARNING)  # of kernels that torchao cannot load here
+    import torch
+    import torchao.float8  # noqa: F401  before it is shown a GPU, at which it would look for kernels
+
+    logging.disable(logging.NOTSET)
+
+    from harness.plugins.exec.worker import gpu, groups, launch
+    from harness.worker.virtual import device
+
+    torch.set_num_threads(1)  # ranks are forks, and a process with threads cannot be forked
+    device.install(compiled=False)
+    shown = gpu.install(request.gpu, _count(request))
+    groups.install(folder)
+    launch.install(request, lambda count: setattr(shown, "count", count))
+    for patch in request.injections:
+        from harness.worker.program import inject
+
+        inject(patch)
+    if request.watch and importlib.util.find_spec("harness.plugins.exec.worker.watch"):
+        from harness.plugins.exec.worker.watch import Watcher
+
+        Watcher().install(request, folder)
+
+
+def _count(request: ExecRequest) -> int:
+    if request.ranks:
+        return max(request.ranks // request.nodes, 1)
+    tests = any(Path(word).name in ("pytest", "py.test") for word in request.command[:3])
+    return _OF_MANY if tests else 1
+
+
+def _write_stacks_to(folder: Path) -> None:
+    """Write the stacks of all threads to a file of this process when it is asked for them; forks have their own."""
+
+    def register() -> None:
+        file = (folder / f"stacks-{os.getpid()}.txt").open("w")
+        faulthandler.register(STACKS, file=file, all_threads=True)
+
+    register()
+    os.register_at_fork(after_in_child=register)
+
+
+if __name__ == "__main__":
+    try:
+        run(Path(sys.argv[1]))
+    except HarnessError as error:
+        sys.exit(f"fp8-harness: error: {error.text}")
