@@ -23,6 +23,7 @@ USERS = {
     "bugs": (("bug", "list"), ("list", "bugs"), ("new", "--id", "--from", "--parallelism.tensor_parallel_degree 2")),
     "check_target": (("check-target", "my_pkg.my_target"),),
     "conformance": (("dev", "conformance", "--list"),),
+    "exec": (("exec", "--", "python", "train.py"),),
     "faults": (
         ("dev", "mutate", "--list"),
         ("dev", "tier", "smoke"),

@@ -68,11 +68,11 @@ def _error(outcome: Outcome) -> tuple[str, str]:
         where = "; ".join(_where(stack) for stack in outcome.stacks if stack.line and _speaks(stack, outcome))
         return f"ended: {outcome.ended_for}{f': {where}' if where else ''}", _of_end(outcome)
     failed = [record for record in outcome.records if record.ended and record.exit_code]
-    if failed:
+    early = [record for record in outcome.records if record.exit_code and record.world_size > 1 and not record.ended]
+    if failed and not (early and all(map(_is_follower, failed))):
         first = min(failed, key=lambda record: (_is_follower(record), record.rank))
         who = f"rank {first.rank}: " if first.world_size > 1 else ""
         return f"{who}{first.ended}", _way_on(first.ended)
-    early = [record for record in outcome.records if record.exit_code and record.world_size > 1]
     if early:
         ranks = format_ranks(sorted({record.rank for record in early}))
         return f"{ranks} ended with exit code {early[0].exit_code} and no exception", ""

@@ -12,6 +12,7 @@ from harness.trace.record import Patch, Record
 
 REQUEST = "request.msgpack"
 RECORDS = "record-*.msgpack"
+REFUSED = "refused.txt"  # why the command cannot be run at all
 
 
 class Gpu(Record, frozen=True, kw_only=True):

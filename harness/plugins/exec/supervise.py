@@ -20,7 +20,7 @@ from harness.engine import linux
 from harness.engine.node import Scratch
 from harness.engine.processes import module_command
 from harness.errors import HarnessError
-from harness.plugins.exec.request import RECORDS, REQUEST, ExecRequest, ProcessRecord
+from harness.plugins.exec.request import RECORDS, REFUSED, REQUEST, ExecRequest, ProcessRecord
 
 MARK = "FP8_HARNESS_EXEC"
 PROGRAM = "harness.plugins.exec.worker.root"
@@ -90,6 +90,8 @@ class _Running:
         finally:
             linux.kill_marked(MARK, self._mark, _END_S)
         code = process.wait()
+        if refused := linux.read_text(self._folder / REFUSED):
+            raise HarnessError(refused)
         return Outcome(
             exit_code=128 - code if code < 0 else code,
             seconds=time.monotonic() - started_s,
@@ -172,7 +174,7 @@ def _relative(file: str) -> str:
 def check_room(ranks: int) -> None:
     """HarnessError for more ranks than this machine can hold."""
     gib = linux.available_memory_bytes() / (1 << 30)
-    if ranks * _RANK_GIB > gib:
+    if ranks > 1 and ranks * _RANK_GIB > gib:
         raise HarnessError(
             f"{ranks} ranks need {ranks * _RANK_GIB:.0f} GiB or more, and this machine has {gib:.0f} GiB left.",
             where="-n",

@@ -6,6 +6,8 @@ or refused: nothing is computed otherwise than a GPU would.
 """
 
 import collections
+import importlib.abc
+import importlib.util
 import os
 import sys
 import threading
@@ -384,6 +386,8 @@ def install(gpu: Gpu, count: int) -> Pretended:
     _classes()
     _below_the_mode()
     _threads()
+    _compiler()
+    _extensions()
     return shown
 
 
@@ -424,13 +428,13 @@ def _classes() -> None:
 
     generator = torch.Generator
 
-    class Generator(generator):  # type: ignore[misc, valid-type]
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return generator(device=CPU if isinstance(device, int) else on_cpu(device))
-
-        @classmethod
+    class Kind(type):
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, generator)
+
+    class Generator(metaclass=Kind):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return generator(device=CPU if isinstance(device, int) else on_cpu(device))
 
     context, stock = _device.DeviceContext, _device.DeviceContext.__init__
 
@@ -438,7 +442,7 @@ def _classes() -> None:
         stock(self, CPU if isinstance(device, int) else on_cpu(torch.device(device)))
 
     context.__init__ = entered  # type: ignore[method-assign]
-    torch.Generator = Generator  # type: ignore[misc]
+    setattr(torch, "Generator", Generator)  # noqa: B010  mypy rejects assigning to a type
     load = torch.load
 
     def load_on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -468,6 +472,59 @@ def _below_the_mode() -> None:
 
 def _without(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "device": CPU, "pin_memory": False}
+
+
+def _compiler() -> None:
+    """Execute what inductor would compile, as compiled cases do: no code is generated."""
+    inductor: Any = torch._TorchCompileInductorWrapper
+
+    def compiled(self: Any, model: Any, inputs: Any) -> Any:
+        from harness.worker.virtual import device
+
+        device.install(compiled=True)  # imports inductor
+        from harness.worker.virtual.graph_backend import graph_backend
+
+        if self.config.get("triton.cudagraphs"):
+            note("torch.compile with CUDA graphs", "runs without CUDA graphs")
+        return graph_backend(model, inputs)
+
+    inductor.__call__ = compiled
+
+
+class _Extensions(importlib.abc.MetaPathFinder):
+    """Refuses to build CUDA code when the module that builds it is imported, which takes long."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch.utils.cpp_extension":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def with_refusals(module: Any) -> None:
+            execute(module)
+            for kind in ("load", "load_inline", "CUDAExtension"):
+                stock = getattr(module, kind)
+                setattr(module, kind, _without_cuda(f"{name}.{kind}", stock))
+
+        spec.loader.exec_module = with_refusals
+        return spec
+
+
+def _without_cuda(name: str, build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what builds code for a CPU, and refuses code for a GPU by its name."""
+    refuse = refusing(name, "give the script an implementation in torch: no CPU runs CUDA code")
+
+    def checked(*args: Any, **given: Any) -> Any:
+        sources = str((*args[1:2], given.get("sources", ()), given.get("cuda_sources", "")))
+        cuda = given.get("cuda_sources") or given.get("with_cuda") or ".cu" in sources or "CUDA" in name
+        return (refuse if cuda else build)(*args, **given)
+
+    return checked
+
+
+def _extensions() -> None:
+    sys.meta_path.insert(0, _Extensions())
 
 
 def _threads() -> None:

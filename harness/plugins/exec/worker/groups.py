@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _dispatch, _random
 
 from harness.plugins.exec.worker.gpu import CPU, is_cuda
 from harness.plugins.exec.worker.script import ENDING
@@ -47,7 +48,7 @@ class ProcessGroupNCCL(metaclass=_Kind):
     folder = Path()
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-        ENDING.joined = True
+        ENDING.joins(rank, size)
         collectives.FABRIC.own(options.group_name, cls.folder / agreed(store, rank))
         group: Any = c10d.FakeProcessGroup
         own = group.Options()
@@ -69,7 +70,8 @@ def install(folder: Path) -> None:
     module: Any = distributed_c10d
     module._NCCL_AVAILABLE = True
     module.default_pg_nccl_timeout = timedelta(minutes=10)
-    module.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    module.ProcessGroupNCCL = ProcessGroupNCCL
+    setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010  mypy rejects assigning to a type
     group: Any = c10d.FakeProcessGroup
     group._get_sequence_number_for_group = lambda self: 0
     for name in _QUIET.split():
@@ -97,3 +99,6 @@ def _meshes_on_cpu() -> None:
         stock(self, "cpu" if is_cuda(device_type) else device_type, *args, **given)
 
     mesh.__init__ = on_the_cpu
+    for module in (_random, _dispatch.random):  # each would warn that a CPU has no tracker
+        vars(module)["is_rng_supported_mesh"] = lambda _: False
+    _dispatch.is_rng_supported_mesh = lambda _: False  # type: ignore[attr-defined]

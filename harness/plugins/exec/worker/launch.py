@@ -8,6 +8,8 @@ import multiprocessing.context
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.engine import linux
+from harness.engine.processes import module_command
 from harness.engine.rank import flush_streams
 from harness.plugins.exec.request import ExecRequest
+from harness.plugins.exec.supervise import check_room
 from harness.plugins.exec.worker import script
 
 _GRACE_S = 30.0  # torchrun's, between SIGTERM and SIGKILL
@@ -25,14 +29,16 @@ _POLL_S = 0.02
 _DEFAULT_PORT = 29500  # torchrun's, which two runs on one machine cannot share
 
 
-def install(request: ExecRequest, count: Callable[[int], None]) -> None:
+def install(request: ExecRequest, folder: Path, count: Callable[[int], None]) -> None:
     """Replace what starts processes. `count` shows so many GPUs to the ranks of a node."""
     _fork_instead_of_spawn()
+    _python_as_here(folder)
     from torch.distributed.launcher import api
 
     def launch_agent(config: Any, entrypoint: Any, args: Sequence[Any], **_: Any) -> dict[int, Any]:
         nodes = max(request.nodes, config.max_nodes)
         local = max(request.ranks // nodes, 1) if request.ranks else config.nproc_per_node
+        check_room(nodes * local)
         count(local)
         return _Launch(config, entrypoint, list(args), nodes, local).run()
 
@@ -46,6 +52,27 @@ def _fork_instead_of_spawn() -> None:
     for name in ("spawn", "forkserver"):
         kind = type(f"{name.title()}AsFork", (multiprocessing.context.ForkContext,), {"_name": name})
         contexts[name] = kind()
+
+
+def _python_as_here(folder: Path) -> None:
+    """A Python that a script starts by itself gets the same GPUs: accelerate starts a single process so."""
+    popen: Any = subprocess.Popen
+    stock = popen.__init__
+
+    def start(self: Any, args: Any, *more: Any, **given: Any) -> None:
+        words = [str(word) for word in args] if isinstance(args, list | tuple) else []
+        python = words and words[0] in (sys.executable, "python", "python3") and not given.get("shell")
+        if python and not given.get("executable") and _runs_torch(words[1:]):
+            args = module_command("harness.plugins.exec.worker.root", [str(folder), *words])
+        stock(self, args, *more, **given)
+
+    popen.__init__ = start
+
+
+def _runs_torch(words: Sequence[str]) -> bool:
+    """Return True for a script or a module: what a library runs by `-c` asks Python itself."""
+    first = next((word for word in words if not word.startswith("-") or word in ("-m", "-c")), "-c")
+    return first == "-m" or first.endswith(".py")
 
 
 class _Launch:

@@ -10,22 +10,23 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.plugins.exec.request import REQUEST, ExecRequest
+from harness.plugins.exec.request import REFUSED, REQUEST, ExecRequest
 from harness.plugins.exec.worker import script
 
 STACKS = signal.SIGRTMAX  # asks a process for its stacks: no script uses it
 _OF_MANY = 4  # GPUs that are shown to tests, which say themselves how many ranks they start
 
 
-def run(folder: Path) -> None:
-    """Become the command of the request in this folder."""
+def run(folder: Path, command: Sequence[str] = ()) -> None:
+    """Become the command of the request in this folder, or another one that it starts."""
     request = msgspec.msgpack.decode((folder / REQUEST).read_bytes(), type=ExecRequest)
-    main = script.main_of(request.command)
+    main = script.main_of(command or request.command)
     _write_stacks_to(folder)
     _install(request, folder)
     script.install(folder)
@@ -46,7 +47,7 @@ def _install(request: ExecRequest, folder: Path) -> None:
     device.install(compiled=False)
     shown = gpu.install(request.gpu, _count(request))
     groups.install(folder)
-    launch.install(request, lambda count: setattr(shown, "count", count))
+    launch.install(request, folder, lambda count: setattr(shown, "count", count))
     for patch in request.injections:
         from harness.worker.program import inject
 
@@ -77,6 +78,7 @@ def _write_stacks_to(folder: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        run(Path(sys.argv[1]))
+        run(Path(sys.argv[1]), sys.argv[2:])
     except HarnessError as error:
-        sys.exit(f"fp8-harness: error: {error.text}")
+        (Path(sys.argv[1]) / REFUSED).write_text(error.text)
+        sys.exit(2)

@@ -29,6 +29,12 @@ from harness.plugins.exec.request import Absent, ProcessRecord
 _exit = os._exit
 _START = Path.cwd()
 _FLAGS_WITH_VALUE = ("-W", "-X")
+# What a program runs where it is not installed as a Python file.
+_MODULES = {
+    "torchrun": "torch.distributed.run",
+    "pytest": "pytest",
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
 _SETS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in _SETS})
 _HOUSE = str(Path(__file__).resolve().parents[3]) + os.sep  # of the harness
@@ -74,17 +80,25 @@ class Ending:
         self.ended = ""
         self.absent: dict[str, Absent] = {}
         self.joined = False  # a process group
+        self.rank, self.world_size = 0, 1
         # Each fills in what it knows of this process: what trained here.
         self.contributors: list[Callable[[ProcessRecord], ProcessRecord]] = []
 
     def restart(self) -> None:
         self.ended, self.joined = "", False
+        self.rank, self.world_size = 0, 1
         self.absent.clear()
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, text: str = "") -> None:
         """Note the exception that ends this process, with the line of the script."""
-        line = line_of_error(error)
-        self.ended = f"{line}: {one_line(error)}" if line else one_line(error)
+        line, text = line_of_error(error), text or (error.text if isinstance(error, HarnessError) else one_line(error))
+        self.ended = f"{line}: {text}" if line and not text.startswith(line) else text
+
+    def joins(self, rank: int, size: int) -> None:
+        """Note a process group: the largest that this process joins tells its rank."""
+        self.joined = True
+        if size > self.world_size:
+            self.rank, self.world_size = rank, size
 
     def lacks(self, name: str, effect: str) -> None:
         """Note that the script used something of a GPU that a CPU lacks."""
@@ -97,8 +111,8 @@ class Ending:
         """Write the record of this process, if it did anything that is to be told. Never raises: it is ending."""
         record = ProcessRecord(
             pid=os.getpid(),
-            rank=_number("RANK", 0),
-            world_size=_number("WORLD_SIZE", 1),
+            rank=self.rank if self.world_size > 1 else _number("RANK", 0),
+            world_size=max(self.world_size, _number("WORLD_SIZE", 1)),
             ended=self.ended,
             exit_code=exit_code,
             absent=tuple(self.absent.values()),
@@ -126,6 +140,8 @@ def install(folder: Path) -> None:
     os.register_at_fork(after_in_child=ENDING.restart)
 
     def exit_(status: int) -> NoReturn:
+        if status and not ENDING.ended and is_of_script(sys._getframe(1).f_code.co_filename):
+            ENDING.ended = f"{line_of_frame(sys._getframe(1))}: os._exit({status})"
         ENDING.write(status)
         _exit(status)
 
@@ -142,7 +158,10 @@ def end(body: Callable[[], object]) -> NoReturn:
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         ENDING.failed(error)
-        _print(error)
+        if type(error) is HarnessError:  # of the command itself: it has no traceback to show
+            sys.stderr.write(f"fp8-harness: error: {error.text}\n")
+        else:
+            _print(error)
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as Python does at the end
     with suppress(BaseException):
@@ -153,8 +172,9 @@ def end(body: Callable[[], object]) -> NoReturn:
 
 def _code_of(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
-        if error.code and error.__context__ is not None and not ENDING.ended:
-            ENDING.failed(error.__context__)
+        if error.code and not ENDING.ended:
+            cause = error.__context__
+            ENDING.failed(cause or error, "" if cause else f"sys.exit({error.code})")
         return (error.code or 0) & 0xFF
     sys.stderr.write(f"{error.code}\n")
     ENDING.failed(error)
@@ -184,8 +204,8 @@ def main_of(command: Sequence[str]) -> Callable[[], object]:
     if name.endswith(".py"):
         return lambda: _run_file(name, words)
     program = shutil.which(name)
-    if stem == "torchrun" and program is None:
-        return lambda: _run_module("torch.distributed.run", words)
+    if stem in _MODULES and (program is None or not _is_python(program)):
+        return lambda: _run_module(_MODULES[stem], words)
     if program is None:
         raise HarnessError("there is no such program.", where=name, fix="check its name, or install its package.")
     if not _is_python(program):
