@@ -99,6 +99,5 @@ def _meshes_on_cpu() -> None:
         stock(self, "cpu" if is_cuda(device_type) else device_type, *args, **given)
 
     mesh.__init__ = on_the_cpu
-    for module in (_random, _dispatch.random):  # each would warn that a CPU has no tracker
+    for module in (_random, _dispatch):  # each would warn that a CPU has no tracker
         vars(module)["is_rng_supported_mesh"] = lambda _: False
-    _dispatch.is_rng_supported_mesh = lambda _: False  # type: ignore[attr-defined]

@@ -36,7 +36,8 @@ def main():
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() == 0:
-        print(json_of(dist.get_backend(), dist.get_world_size(), torch.cuda.device_count(), host.tolist(), sys.argv[1:]))
+        world = dist.get_world_size(), torch.cuda.device_count()
+        print(json_of(dist.get_backend(), *world, host.tolist(), sys.argv[1:]))
     dist.destroy_process_group()
 
 def json_of(*values):
@@ -92,7 +93,7 @@ def test_a_float8_script_of_torchrun_trains_as_on_two_gpus(tmp_path: Path) -> No
     assert json.loads(done.stdout) == ["nccl", 2, 2, [1.0, 1.0], ["--lr", "1"]]
     answer = json.loads((tmp_path / "answer.json").read_text())
     absent = {absent["name"]: (absent["line"], absent["calls"]) for absent in answer["absent"]}
-    assert answer["ranks"] == 2 and absent["torch.cuda.synchronize"] == ("train.py:30", 2)
+    assert answer["ranks"] == 2 and absent["torch.cuda.synchronize"] == ("train.py:25", 2)
 
 
 def test_a_rank_that_leaves_is_named_with_its_line_and_ends_the_others(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_rank_that_leaves_is_named_with_its_line_and_ends_the_others(tmp_path:
 def test_threads_workers_and_spawned_processes_have_the_gpu_and_what_it_lacks_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, ONE, "--gpu", "b200", command=("python", "train.py"))
     assert done.stdout.splitlines() == ["0 Item 1.0", "1 2 (10, 0)"]
-    said = "exec: error: train.py:25: torch.cuda.CUDAGraph needs a GPU. Fix: run without CUDA graphs here"
+    said = "exec: error: train.py:23: torch.cuda.CUDAGraph needs a GPU. Fix: run without CUDA graphs here"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
 
 
