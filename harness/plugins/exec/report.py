@@ -66,6 +66,7 @@ def _error(outcome: Outcome) -> tuple[str, str]:
     """Return what went wrong, in one line, and the way on."""
     if outcome.ended_for:
         where = "; ".join(_where(stack) for stack in outcome.stacks if stack.line and _speaks(stack, outcome))
+        where = where or ("before a line of the script ran" if outcome.stacks else "")
         return f"ended: {outcome.ended_for}{f': {where}' if where else ''}", _of_end(outcome)
     failed = [record for record in outcome.records if record.ended and record.exit_code]
     early = [record for record in outcome.records if record.exit_code and record.world_size > 1 and not record.ended]

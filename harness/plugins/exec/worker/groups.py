@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _dispatch, _random
 
-from harness.plugins.exec.worker.gpu import CPU, is_cuda
+from harness.plugins.exec.worker.places import CPU, is_cuda
 from harness.plugins.exec.worker.script import ENDING
 from harness.worker.virtual import collectives
 

@@ -10,12 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
+
+import torch
 
 from harness.engine import linux
 from harness.engine.processes import module_command
@@ -49,9 +52,12 @@ def install(request: ExecRequest, folder: Path, count: Callable[[int], None]) ->
 def _fork_instead_of_spawn() -> None:
     """A spawned process would import torch without GPUs. A fork has what a script shares with it, and more."""
     contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    for name in ("spawn", "forkserver"):
-        kind = type(f"{name.title()}AsFork", (multiprocessing.context.ForkContext,), {"_name": name})
-        contexts[name] = kind()
+    for method in ("spawn", "forkserver"):
+
+        class AsFork(multiprocessing.context.ForkContext):
+            _name = method  # type: ignore[assignment]
+
+        contexts[method] = AsFork()
 
 
 def _python_as_here(folder: Path) -> None:
@@ -89,29 +95,31 @@ class _Launch:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
         flush_streams()
-        results = {rank: os.pipe() for rank in range(self.nodes * self.local)} if callable(self.entrypoint) else {}
-        pids = {self._fork(rank, results.get(rank)): rank for rank in range(self.nodes * self.local)}
+        ranks = range(self.nodes * self.local)
+        open_file = tempfile.TemporaryFile  # each is closed where its result is read
+        results = {rank: open_file() for rank in ranks} if callable(self.entrypoint) else {}
+        pids = {self._fork(rank, results.get(rank)): rank for rank in ranks}
         failures = {}
         for rank, pid, code in _wait(pids):
             failures[rank] = ProcessFailure(local_rank=rank % self.local, pid=pid, exitcode=code, error_file="<N/A>")
         if failures:
             raise ChildFailedError(str(self.entrypoint), failures)
-        return {rank: _read(pipe) for rank, pipe in results.items()}
+        return {rank: _kept(file) for rank, file in results.items()}
 
-    def _fork(self, rank: int, pipe: tuple[int, int] | None) -> int:
+    def _fork(self, rank: int, file: IO[bytes] | None) -> int:
         parent = os.getpid()
         pid = os.fork()
         if not pid:
-            self._become(rank, parent, pipe)
+            self._become(rank, parent, file)
         return pid
 
-    def _become(self, rank: int, parent: int, pipe: tuple[int, int] | None) -> NoReturn:
+    def _become(self, rank: int, parent: int, file: IO[bytes] | None) -> NoReturn:
         linux.die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.environ.update(self._variables(rank))
         Path("/proc/self/comm").write_text(f"rank{rank}")  # by which the controller knows it
-        _begin(self.entrypoint, [str(arg) if not pipe else arg for arg in self.args], pipe)
+        _begin(self.entrypoint, [str(arg) if file is None else arg for arg in self.args], file)
 
     def _variables(self, rank: int) -> dict[str, str]:
         world = self.nodes * self.local
@@ -136,27 +144,22 @@ class _Launch:
         return {name: str(value) for name, value in given.items()}
 
 
-def _begin(entrypoint: Any, args: list[Any], pipe: tuple[int, int] | None) -> NoReturn:
+def _begin(entrypoint: Any, args: list[Any], file: IO[bytes] | None) -> NoReturn:
     """Run a rank to the end of its process: a function, or a command."""
     if callable(entrypoint):
-        script.end(lambda: _send(pipe, entrypoint(*args)))
+        script.end(lambda: _keep(file, entrypoint(*args)))
     script.end(lambda: script.main_of([entrypoint, *args])())  # noqa: PLW0108  a bad command ends this process
 
 
-def _send(pipe: tuple[int, int] | None, result: Any) -> None:
-    import pickle
-
-    if pipe is not None:
-        with os.fdopen(pipe[1], "wb") as file:
-            pickle.dump(result, file)
+def _keep(file: IO[bytes] | None, result: Any) -> None:
+    if file is not None:
+        torch.save(result, file)
 
 
-def _read(pipe: tuple[int, int]) -> Any:
-    import pickle
-
-    os.close(pipe[1])
-    with os.fdopen(pipe[0], "rb") as file:
-        return pickle.load(file)
+def _kept(file: IO[bytes]) -> Any:
+    with file:
+        file.seek(0)
+        return torch.load(file, weights_only=False)
 
 
 def _port(endpoint: str) -> int:

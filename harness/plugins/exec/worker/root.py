@@ -81,4 +81,4 @@ if __name__ == "__main__":
         run(Path(sys.argv[1]), sys.argv[2:])
     except HarnessError as error:
         (Path(sys.argv[1]) / REFUSED).write_text(error.text)
-        sys.exit(2)
+        raise SystemExit(2) from None
