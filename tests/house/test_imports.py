@@ -50,6 +50,8 @@ WORKER_MAY_READ = {
 }  # values, and files
 # What a rank program is, and what it must not do before the fork.
 WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages"}
+# And what a process needs that starts ranks by itself.
+WORKER_MAY_ALSO_READ |= {"harness.engine.linux", "harness.engine.processes", "harness.engine.rank"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}  # and the commands of plug-ins
 # Processes of their own.
 PROGRAMS = {

@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from harness.engine import linux
+from harness.engine.linux import die_with_parent
 from harness.engine.processes import module_command
 from harness.engine.rank import flush_streams
 from harness.plugins.exec.request import ExecRequest
@@ -114,7 +114,7 @@ class _Launch:
         return pid
 
     def _become(self, rank: int, parent: int, file: IO[bytes] | None) -> NoReturn:
-        linux.die_with_parent(parent)
+        die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.environ.update(self._variables(rank))
