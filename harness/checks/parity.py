@@ -80,7 +80,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     rounded = Limit("parity.other_dtype" if case.parameter_dtype == "bfloat16" else "parity.sums")
     sides = _Sides(run, solo, found, expected)
     initial = _tensors(sides, 1, "initial", rounded)
-    every_step = [*initial, *_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
+    every_step = [*initial, *_missing(found, expected), *replicas(case, run, expected), *_batches(case, run, solo)]
     for step in range(1, case.train.steps + 1):
         allowed = allowed_distance(case, tolerance, step)
         findings = [
@@ -257,7 +257,8 @@ def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
     return [TOKENS.finding(rank=first.rank, ranks=ranks, expected=right, found=found)]
 
 
-def _replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:
+def replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:
+    """Return shards that ranks hold alike and that are not the same bit for bit. `reference`: what explains them."""
     unequal = assembly.unequal_replicas(run.traces)
     if not unequal:
         return []

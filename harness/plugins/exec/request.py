@@ -13,6 +13,10 @@ from harness.trace.record import Patch, Record
 REQUEST = "request.msgpack"
 RECORDS = "record-*.msgpack"
 REFUSED = "refused.txt"  # why the command cannot be run at all
+TARGET = "script"  # of a case that no target trains
+# What ranks record of a script: what the checks read that need no reference (`judge.py`), and of compiled blocks less.
+RECORDED = ("sketches", "operands", "traffic", "saved_memory")
+UNCOMPILED = ("operands", "saved_memory")
 
 
 class Gpu(Record, frozen=True, kw_only=True):
@@ -64,5 +68,6 @@ class ProcessRecord(Record, frozen=True, kw_only=True):
     steps: int = 0  # of optimizers
     case: Case | None = None  # layout, recipe and dtype, as they were found
     trace: RankTrace | None = None
+    not_finite: tuple[int, float] | None = None  # behind the recorded steps, the first whose loss is no number
     not_watched: str = ""  # why there is no trace although it trained
     absent: tuple[Absent, ...] = ()

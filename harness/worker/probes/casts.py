@@ -201,7 +201,7 @@ class Lifetimes:
     """Remembers who used memory first, and collects the uses of memory that another pass had used before."""
 
     def __init__(self, microbatches: int, contents: Contents) -> None:
-        self._microbatches = microbatches
+        self.microbatches = microbatches  # of the step that ends next
         self._contents = contents
         self._first: dict[tuple[str, int], _First] = {}  # by address
         self._again: list[_Again] = []
@@ -287,7 +287,7 @@ class Lifetimes:
         """Calls of a module are spread over microbatches evenly, in order; 0 where it is not known."""
         if module_pass.number == 0:
             return 0
-        return (module_pass.number - 1) * self._microbatches // self._calls[module_pass.fqn, module_pass.phase] + 1
+        return (module_pass.number - 1) * self.microbatches // self._calls[module_pass.fqn, module_pass.phase] + 1
 
     def _is_aged(self, again: _Again) -> bool:
         use, first = again.use, again.first.by

@@ -154,6 +154,9 @@ class OperandProbe(Probe):
         super().begin_step(step)
         self._places[0].by = self._lifetimes.begin(step, UNKNOWN, "forward")
 
+    def note_microbatches(self, count: int) -> None:
+        self._lifetimes.microbatches = count
+
     def after_update(self, model: nn.Module) -> None:
         """Note which weights FSDP2 still holds gathered."""
         for param in filter(is_gathered, fsdp_params(model)):
@@ -309,6 +312,8 @@ class OperandProbe(Probe):
                 self._add_cast(place, "gathered", rows, logical=param.sharded_param, role="weight")
 
     def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
+        if PROCESS.unobserved:
+            return
         sharded = logical if isinstance(logical, DTensor) else None
         measurement = self._meter.see(cast)
         if phase != "gathered":

@@ -51,6 +51,9 @@ class Probe:
     def after_backward(self, model: nn.Module) -> None:
         """The gradients of this step are there, the optimizer has not run."""
 
+    def note_microbatches(self, count: int) -> None:
+        """The step had so many: called before it ends, where they are not those of the case."""
+
     def after_update(self, model: nn.Module) -> None:
         """The optimizer and what follows it have run."""
 
@@ -117,6 +120,10 @@ class ProbeSet:
     def begin_step(self, step: int) -> None:
         for probe in self._probes.values():
             probe.begin_step(step)
+
+    def note_microbatches(self, count: int) -> None:
+        for probe in self._probes.values():
+            probe.note_microbatches(count)
 
     @unobserved()
     def after_backward(self, model: nn.Module) -> None:

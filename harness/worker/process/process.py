@@ -7,7 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import nn
 
+from harness.matrix.case import Case
 from harness.trace.model import StateChange
 
 _SETTINGS: Mapping[str, Callable[[], object]] = {
@@ -79,6 +81,9 @@ class Process:
         self.phase = Phase()
         self.unobserved = 0  # how many contexts are entered in which hooks call no observer
         self.evaluating = False  # a forward pass of a target without a backward: probes of training ignore it
+        self.step = 0  # that a script trains, where no case is run
+        # Called with case and model where a script, and no target, has built one that is about to train.
+        self.followers: list[Callable[[Case, nn.Module], object]] = []
         self.computes_for_all = False  # experts run once more, for the weight gradients of several ranks
 
     def keep(self, name: str, *libraries: torch.library.Library) -> None:

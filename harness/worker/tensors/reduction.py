@@ -75,7 +75,7 @@ def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
 @torch.no_grad()
 def squared_norm_share(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """This rank's share of the squared gradient norm, float64: what several ranks hold is divided among them."""
-    world = dist.get_world_size()
+    world = dist.get_world_size() if dist.is_initialized() else 1
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for param in parameters:
         grad = reduced_gradient(param)

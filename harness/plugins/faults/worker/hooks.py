@@ -5,7 +5,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
 from harness.worker.probes.discovery import linears
+from harness.worker.process.process import PROCESS
 from harness.worker.training import train
 
 ODD_RANK = 1  # the rank of single-rank faults
@@ -99,7 +100,18 @@ class _Run:
 
     case: Case
     target: Any
-    step = 0  # counts from 1; 0 before the first
+    trained = 0
+
+    @property
+    def step(self) -> int:
+        """Which step it is, from 1; 0 before the first."""
+        return self.trained or PROCESS.step
+
+
+class _Script(NamedTuple):
+    """What a script trains stands for a target."""
+
+    model: nn.Module
 
 
 RUN = _Run()
@@ -116,11 +128,15 @@ def follow_run() -> None:
         return prepared
 
     def train_step(stock: Any, prepared: Any, step: int, *rest: Any) -> Any:
-        RUN.step = step
+        RUN.trained = step
         return stock(prepared, step, *rest)
+
+    def built(case: Case, model: nn.Module) -> None:
+        RUN.case, RUN.target = case, _Script(model)
 
     wrap(train, "prepare", prepare)
     wrap(train, "train_step", train_step)
+    PROCESS.followers.append(built)
 
 
 def _wrap_casts(cast: Change) -> None:
@@ -199,6 +215,7 @@ def after_build(change: Callable[[nn.Module], object]) -> None:
         return prepared
 
     wrap(train, "prepare", prepare)
+    PROCESS.followers.append(lambda _, model: change(model))
 
 
 Around = Callable[[Callable[[], Any], nn.Module], Any]

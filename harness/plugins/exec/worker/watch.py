@@ -1,0 +1,355 @@
+"""Watches what a script trains: finds its model and its optimizers, and records the first steps of them by the probes.
+
+Nothing of the script is changed. Steps come from hooks of all optimizers, the model is the outermost module in whose
+forward their parameters are used. A step ends where the next forward of the model begins, so that what a script does
+behind its optimizer belongs to it. No rank sends anything here: a script may do on one rank what it does on no other.
+"""
+
+import math
+import resource
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch import nn
+from torch.nn.modules import module as of_all_modules
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from harness.matrix.case import Case
+from harness.plugins.exec.request import RECORDED, UNCOMPILED
+from harness.plugins.exec.worker.derive import Unlike, derive, rank
+from harness.request import Arithmetic, numerics_of
+from harness.trace import RankTrace, StepTrace
+from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
+from harness.worker.probes.discovery import Discovery
+from harness.worker.probes.probe import ProbeSet
+from harness.worker.probes.updates import Updates
+from harness.worker.process import internals
+from harness.worker.process.process import PROCESS, in_backward
+from harness.worker.tensors.names import mark_owned
+from harness.worker.tensors.places import local_shard
+from harness.worker.tensors.reduction import reducing_once, squared_norm_share
+from harness.worker.training.train import software
+
+NO_FORWARD = "no module was called whose parameters its optimizer has"
+NO_STEP = "no step of its optimizer ended"
+_KEPT = 64  # losses of later steps that are looked at together
+
+
+class Recording:
+    """The first steps of one model, from its first forward on."""
+
+    def __init__(self, watcher: "Watcher", model: nn.Module, case: Case) -> None:
+        lost = internals.lost_records(watcher.records)
+        unfit = {name: "blocks are compiled" for name in UNCOMPILED if case.compile != "none"}
+        self.case, self.model, self.steps = case, model, list[StepTrace]()
+        self.lost = {**lost, **{name: unfit[name] for name in watcher.records if name in unfit}}
+        self._watcher, self._entered = watcher, ExitStack()
+        numerics = numerics_of(watcher.device.type, "shared", watcher.arithmetic)
+        used = [name for name in watcher.records if name not in self.lost]
+        self._probes = self._entered.enter_context(ProbeSet(used, case, watcher.device, numerics))
+        self._matmuls = self._entered.enter_context(ScaledMMCounter())
+        self._probes.attach(model)
+        self._discovery = Discovery(model, case, {})
+        self._updates = Updates(model)
+        self._step = ExitStack()  # that is open
+        self._shapes = list[list[tuple[int, ...]]]()  # of what the model is called with, in every step
+        self.losses = list[float]()  # of the open step
+        self._shares = list[torch.Tensor]()
+        self.is_open = False
+
+    def open(self) -> None:
+        self._probes.begin_step(len(self.steps) + 1)
+        self._calls, self._started, self._forwards = self._matmuls.calls, time.perf_counter(), 0
+        self._taken = self._step.enter_context(self._updates.step(len(self.steps) + 1, self._see_gradients))
+        self._shapes.append([])
+        self.losses.clear()
+        self._shares.clear()
+        self.is_open = True
+        PROCESS.step = len(self.steps) + 1
+
+    @reducing_once()
+    def _see_gradients(self) -> None:
+        self._probes.after_backward(self.model)
+        self._shares.append(mark_owned(squared_norm_share(list(self.model.parameters()))))
+
+    def forward(self, args: Any, kwargs: Any) -> None:
+        """The model is called to be trained."""
+        self._forwards += 1
+        leaves = (*args, *kwargs.values())
+        self._shapes[-1] += [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def has_stepped(self) -> bool:
+        return self.is_open and bool(self._taken)
+
+    def close(self) -> None:
+        """The step is over. `grad_norm` is that of this rank's share: the controller adds up their squares."""
+        if not self._shares:
+            self._see_gradients()
+        self._step.close()
+        self._probes.after_update(self.model)
+        self._probes.note_microbatches(max(1, self._forwards))
+        self.steps.append(
+            StepTrace(
+                step=len(self.steps) + 1,
+                loss=sum(self.losses),
+                grad_norm=self._shares[0].sqrt().item(),
+                scaled_mm_calls=self._matmuls.calls - self._calls,
+                optimizer_steps=max(self._taken.values(), default=0),
+                seconds=time.perf_counter() - self._started,
+            )
+        )
+        train = self.case.train
+        if self._forwards > train.accumulation:
+            self.case = replace(self.case, train=replace(train, accumulation=self._forwards))
+        self._discovery.end_step()
+        PROCESS.settings.record_changes(f"step {len(self.steps)}")
+        self.is_open = False
+
+    def trace(self) -> RankTrace:
+        """Return what was recorded, and record no more."""
+        record = replace(self._discovery.record(), updates=self._updates.steps)
+        results = self._probes.results()
+        self._entered.close()
+        lost = dict(self.lost)
+        if any(shapes != self._shapes[0] for shapes in self._shapes[: len(self.steps)]) and "saved_memory" in results:
+            lost["saved_memory"] = "the model is called with other shapes in other steps"
+            results["saved_memory"] = None
+        watcher = self._watcher
+        return RankTrace(
+            rank=rank(),
+            steps=tuple(self.steps),
+            converted_fqns=tuple(sorted(linear.fqn for linear in record.linears if linear.converted)),
+            unmatched_filters=(),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            data_digest="",
+            software=software(),
+            device="cpu" if watcher.device.type == "cpu" else torch.cuda.get_device_name(watcher.device),
+            virtual=watcher.virtual,
+            installed=PROCESS.installed,
+            arithmetic=watcher.arithmetic,
+            model=record,
+            state=tuple(PROCESS.settings.changes),
+            not_recorded=lost,
+            **results,
+        )
+
+
+class Watcher:
+    """Watches every optimizer of this process, and of those that are forked from it, once it is installed.
+
+    `virtual`: the parts of the virtual device; `steps`: how many are recorded whole. Later ones are counted, and their
+    losses must be finite.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int = 3,
+        records: Sequence[str] = RECORDED,
+        virtual: tuple[str, ...] = (),
+        arithmetic: Arithmetic = "exact",
+        device: torch.device | None = None,
+    ) -> None:
+        self.steps, self.records, self.virtual, self.arithmetic = steps, tuple(records), virtual, arithmetic
+        self.device = device or torch.device("cpu")
+        self.count = 0  # steps of the optimizer that took most
+        self.case: Case | None = None
+        self.trace: RankTrace | None = None
+        self.not_watched = ""
+        self.not_finite: tuple[int, float] | None = None  # the first step whose loss is no number, and that
+        self._counts: dict[int, int] = {}
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._parts: list[nn.Module] = []  # outermost modules that have some of the parameters alone
+        self._outer: nn.Module | None = None
+        self._recording: Recording | None = None
+        self._hooks, self._search = ExitStack(), ExitStack()
+        self._installed = ExitStack()
+        self._later: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def is_training(self) -> bool:
+        """True where an optimizer was built here."""
+        return bool(self._optimizers)
+
+    def install(self) -> None:
+        """Watch from now on."""
+        PROCESS.settings.restart()
+        self._wrap(Optimizer, "__init__", self._after_init)
+        self._wrap(torch.autograd, "backward", self._before_backward, before=True)
+        for module in (dist, dist.distributed_c10d):
+            self._wrap(module, "destroy_process_group", lambda *_, **__: self.finish(), before=True)
+        self._installed.callback(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def uninstall(self) -> None:
+        """Record what there is, and watch no longer."""
+        self.finish()
+        self._installed.close()
+
+    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Record this model from now on, whose optimizer was built before."""
+        self._optimizers.append(weakref.ref(optimizer))
+        self._attach(model)
+
+    def finish(self) -> None:
+        """Make the trace of the steps that have ended. Nothing is recorded behind them."""
+        recording, self._recording = self._recording, None
+        self._search.close()
+        self._hooks.close()
+        if recording is not None:
+            if recording.has_stepped:
+                recording.close()
+            trace, case = recording.trace(), recording.case
+            if trace.steps:
+                self.case = replace(case, train=replace(case.train, steps=len(trace.steps)))
+                self.trace = trace
+            else:
+                self.not_watched = NO_STEP
+        elif self.trace is None and self.count and not self.not_watched:
+            self.not_watched = NO_FORWARD
+        self._look_at_losses()
+
+    # Optimizers
+
+    def _wrap(self, owner: Any, name: str, look: Callable[..., None], *, before: bool = False) -> None:
+        stock = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                look(*args, **kwargs)
+            result = stock(*args, **kwargs)
+            if not before:
+                look(*args, **kwargs)
+            return result
+
+        watched.__name__, watched.__doc__, watched.__wrapped__ = name, stock.__doc__, stock  # type: ignore[attr-defined]
+        setattr(owner, name, watched)
+        self._installed.callback(setattr, owner, name, stock)
+
+    def _after_init(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        first = not self._optimizers
+        self._optimizers.append(weakref.ref(optimizer))
+        if first and self.trace is None:
+            before = of_all_modules.register_module_forward_pre_hook(self._enter)
+            after = of_all_modules.register_module_forward_hook(self._leave, always_call=True)
+            self._search.callback(before.remove)
+            self._search.callback(after.remove)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        self.count = max(self._counts.values())
+
+    def _trained(self) -> set[int]:
+        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return {id(param) for group in groups for param in group["params"] if param.requires_grad}
+
+    # The model
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or self._outer is not None:
+            return
+        self._outer = module
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        trained = self._trained()
+        mine = trained.intersection(map(id, module.parameters()))
+        if not mine:
+            return
+        if not any(module is part for part in self._parts):
+            self._parts.append(module)
+        if len(mine) == len(trained):
+            self._attach(module, args)
+        elif self.count:  # every module that has some of them was called in the first step
+            self._attach(nn.ModuleList(self._parts), args)
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if module is self._outer:
+            self._outer = None
+
+    def _attach(self, model: nn.Module, args: Any = None) -> None:
+        self._search.close()
+        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        try:
+            with unobserved():
+                case = derive(model, optimizers, self.steps)
+                for built in PROCESS.followers:
+                    built(case, model)
+                self._recording = Recording(self, model, case)
+        except Unlike as error:
+            self.not_watched = str(error)
+            return
+        for part in model if isinstance(model, nn.ModuleList) and args is not None else [model]:
+            before = part.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            after = part.register_forward_hook(self._after_forward, always_call=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+        self._evaluating = False
+        if args is not None:  # it is being called
+            self._before_forward(model, args, {})
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        recording = self._recording
+        if recording is None or torch.compiler.is_compiling() or in_backward() or self._evaluating:
+            return
+        if recording.has_stepped:
+            recording.close()
+            if len(recording.steps) == self.steps:
+                self.finish()
+                return
+        if not torch.is_grad_enabled():
+            PROCESS.unobserved, PROCESS.evaluating, self._evaluating = PROCESS.unobserved + 1, True, True
+            return
+        if not recording.is_open:
+            recording.open()
+        recording.forward(args, kwargs)
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._evaluating:
+            PROCESS.unobserved, PROCESS.evaluating, self._evaluating = PROCESS.unobserved - 1, False, False
+
+    # Losses
+
+    def _before_backward(self, tensors: Any = (), *_: Any, **__: Any) -> None:
+        loss = tensors[0] if isinstance(tensors, (tuple, list)) and tensors else tensors
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or in_backward():
+            return
+        with unobserved(), torch.no_grad():
+            value = mark_owned(local_shard(loss).clone())
+            recording = self._recording
+            if recording is not None and recording.is_open:
+                recording.losses.append(float(value))
+            elif self.trace is not None:
+                self._later.append((self.count + 1, value))
+                if len(self._later) >= _KEPT:
+                    self._look_at_losses()
+
+    def _look_at_losses(self) -> None:
+        for step, value in self._later:
+            if self.not_finite is None and not math.isfinite(number := float(value)):
+                self.not_finite = step, number
+        self._later.clear()
+
+
+@contextmanager
+def watching(model: nn.Module, optimizer: Optimizer, *, steps: int = 3) -> Iterator[Watcher]:
+    """Record the first steps of a model in a running job, on the device where its parameters are."""
+    from harness.worker.dispatch_hooks.hook import install_hooks
+
+    device = next(model.parameters()).device
+    install_hooks(compiled=False)
+    watcher = Watcher(steps=steps, arithmetic="kernel" if device.type == "cuda" else "exact", device=device)
+    watcher.install()
+    try:
+        watcher.watch(model, optimizer)
+        yield watcher
+    finally:
+        with suppress(RuntimeError):
+            watcher.uninstall()

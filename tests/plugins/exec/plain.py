@@ -1,0 +1,96 @@
+"""A plain script: FSDP2 and FP8 without any target. `LAYOUT`: fsdp, tp, hsdp or ddp; `STEPS_OF`: how many steps."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+LAYOUT, STEPS = os.environ.get("LAYOUT", "fsdp"), int(os.environ.get("STEPS_OF", "5"))
+RECIPE, REDUCE = os.environ.get("RECIPE", "tensorwise"), os.environ.get("REDUCE", "float32")
+GATHER = os.environ.get("GATHER", "") == "1"
+DIM, VOCAB = int(os.environ.get("DIM", "64")), 128
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def main() -> None:
+    dist.init_process_group("virtual", init_method=os.environ["INIT_METHOD"])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Model()
+    config = Float8LinearConfig.from_recipe_name(RECIPE)
+    if GATHER:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn != "head")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE))
+    if LAYOUT in ("tp", "fsdptp"):
+        names = ("dp", "tp") if LAYOUT == "fsdptp" else ("tp",)
+        mesh = init_device_mesh("cpu", (2, 2) if LAYOUT == "fsdptp" else (world,), mesh_dim_names=names)
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh["dp"] if LAYOUT == "fsdptp" else None
+        rank = 0 if mesh is None else mesh.get_local_rank()
+    elif LAYOUT == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (world,)) if LAYOUT == "fsdp" else None
+    if mesh is not None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach="tp" not in LAYOUT)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        for _ in range(2):
+            tokens = torch.randint(VOCAB, (4, 17), generator=generator)
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / 2
+            loss.backward()
+        if LAYOUT == "ddp":
+            for param in model.parameters():
+                dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+        if "tp" not in LAYOUT:  # torch does not join the norms of two meshes
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if GATHER:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        if step == 1:
+            with torch.no_grad():
+                model(tokens[:, :-1])
+        total = loss.detach()
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            print(f"step {step} loss {total.item():.5f}", flush=True)
+    dist.destroy_process_group()
+
+
+main()
