@@ -1,7 +1,8 @@
 """What a script is meant to do, as a file: options of what it trains, and counts of a step.
 
-`exec --record FILE` writes it from a run, and `exec --expect FILE` compares a later run with it. A comment in the script,
-`# fp8-harness: reduce_dtype = "bfloat16"`, means the same as a line of the file, `# fp8-harness: expect FILE` names one.
+`exec --record FILE` writes it from a run, and `exec --expect FILE` compares a later run with it. A comment in the
+script, `# fp8-harness: reduce_dtype = "bfloat16"`, means the same as a line under `[options]`;
+`# fp8-harness: expect FILE` names a file.
 """
 
 import re

@@ -13,20 +13,23 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import asdict, replace
 
+from harness.checks.assembly import assemble, relative_distances
 from harness.checks.catalogue import CHECKS, by_cause
 from harness.checks.check import Check, Rules, Stage, Witnesses, merge_ranks
 from harness.checks.judge import judge
 from harness.checks.parity import replicas
+from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.model import Model, found_model
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
-from harness.plugins.exec.expectations import Meant, differences
+from harness.plugins.exec.expectations import Meant, differences, meant_by
 from harness.plugins.exec.request import RECORDED, TARGET, ProcessRecord
 from harness.text import format_ranks
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, NotJudged, Value
 
+NO_OPTIMIZER = "no optimizer was built"
 _MISSING = "a missing reference"  # what alone breaks a rule of a check that needs one
 
 _rule = Rules("watch", Stage.MODEL)
@@ -49,6 +52,7 @@ FLUSHED = _rule(
     located=True,
     numeric=True,
 )
+OTHER_NUMBER = _rule("number", "{kind} of {module} is {distance:.2g} away from the first record's", numeric=True)
 RULES = _rule.declared
 _MOST_FLUSHED = 0.5  # a cast that loses half of what is not zero keeps no gradient
 
@@ -218,3 +222,30 @@ def _flushed(trace: RankTrace) -> list[Finding]:
             share=share,
         )
     ]
+
+
+def compare(first: ProcessRecord, second: ProcessRecord, *, allowed: float = 0.0) -> tuple[Finding, ...]:
+    """Return what the same rank did otherwise the second time: options, counts of a step, then numbers, first to last.
+
+    `allowed`: the relative distance that a gradient or a parameter may have.
+    """
+    if first.case is None or first.trace is None or second.case is None or second.trace is None:
+        gap = first.not_watched or second.not_watched or NO_OPTIMIZER
+        raise HarnessError(
+            f"a record has no trace: {gap}.", where="compare", fix="compare records of what was trained."
+        )
+    counts = differences(meant_by(first.case, [first.trace]), second.case, [second.trace])
+    distances = relative_distances(assemble([second.trace]), assemble([first.trace]), ignored=0.0)
+    wrong = [(key.step, place, key) for place, key in enumerate(distances) if not distances[key] <= allowed]
+    numbers = (
+        OTHER_NUMBER.finding(
+            step=key.step,
+            module=key.fqn,
+            expected=f"at most {allowed:g}",
+            found=f"{distances[key]:.2g}",
+            size=distances[key],
+            values={"kind": key.kind, "distance": distances[key]},
+        )
+        for _, _, key in sorted(wrong)[:1]
+    )
+    return (*counts, *numbers)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -13,6 +14,8 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 
 LAYOUT, STEPS = os.environ.get("LAYOUT", "fsdp"), int(os.environ.get("STEPS_OF", "5"))
 RECIPE, REDUCE = os.environ.get("RECIPE", "tensorwise"), os.environ.get("REDUCE", "float32")
+EVALUATE = os.environ.get("EVALUATE", "") == "1"
+CHECKPOINT = os.environ.get("CHECKPOINT", "") == "1"
 GATHER = os.environ.get("GATHER", "") == "1"
 DIM, VOCAB = int(os.environ.get("DIM", "64")), 128
 
@@ -41,55 +44,63 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def distributed(model: nn.Module, world: int) -> int:
+    """Distribute the model as LAYOUT says. Return which tokens this rank trains on."""
+    rank = dist.get_rank()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE))
+    mesh = None
+    if LAYOUT in ("tp", "fsdptp"):
+        degrees, names = ((2, 2), ("dp", "tp")) if LAYOUT == "fsdptp" else ((world,), ("tp",))
+        whole = init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        for layer in model.layers:
+            parallelize_module(layer, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = whole["dp"] if LAYOUT == "fsdptp" else None
+        rank = 0 if mesh is None else mesh.get_local_rank()
+    elif LAYOUT in ("fsdp", "hsdp"):
+        mesh = init_device_mesh("cpu", (world,) if LAYOUT == "fsdp" else (2, world // 2))
+    if CHECKPOINT:
+        for name, layer in model.layers.named_children():
+            model.layers.register_module(name, checkpoint_wrapper(layer))
+    for module in (*model.layers, model) if mesh is not None else ():
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return rank
+
+
+def gradients(model: nn.Module, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and loss of the last of two microbatches."""
+    for _ in range(2):
+        tokens = torch.randint(VOCAB, (4, 17), generator=generator)
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / 2
+        loss.backward()
+    if LAYOUT == "ddp":
+        for param in model.parameters():
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+    if "tp" not in LAYOUT:  # torch does not join the norms of two meshes
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return tokens, loss
+
+
 def main() -> None:
     dist.init_process_group("virtual", init_method=os.environ["INIT_METHOD"])
-    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Model()
     config = Float8LinearConfig.from_recipe_name(RECIPE)
     if GATHER:
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn != "head")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE))
-    if LAYOUT in ("tp", "fsdptp"):
-        names = ("dp", "tp") if LAYOUT == "fsdptp" else ("tp",)
-        mesh = init_device_mesh("cpu", (2, 2) if LAYOUT == "fsdptp" else (world,), mesh_dim_names=names)
-        for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mesh = mesh["dp"] if LAYOUT == "fsdptp" else None
-        rank = 0 if mesh is None else mesh.get_local_rank()
-    elif LAYOUT == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
-    else:
-        mesh = init_device_mesh("cpu", (world,)) if LAYOUT == "fsdp" else None
-    if mesh is not None:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+    generator = torch.Generator().manual_seed(distributed(model, dist.get_world_size()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach="tp" not in LAYOUT)
-    generator = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
-        for _ in range(2):
-            tokens = torch.randint(VOCAB, (4, 17), generator=generator)
-            logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / 2
-            loss.backward()
-        if LAYOUT == "ddp":
-            for param in model.parameters():
-                dist.all_reduce(param.grad, dist.ReduceOp.AVG)
-        if "tp" not in LAYOUT:  # torch does not join the norms of two meshes
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        tokens, loss = gradients(model, generator)
         optimizer.step()
         optimizer.zero_grad()
         if GATHER:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        if step == 1:
+        if EVALUATE and step == 1:
             with torch.no_grad():
                 model(tokens[:, :-1])
-        total = loss.detach()
-        dist.all_reduce(total)
-        if dist.get_rank() == 0:
-            print(f"step {step} loss {total.item():.5f}", flush=True)
+        dist.all_reduce(loss.detach())
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Runs a script on forked ranks of the virtual device under a watcher: `python ranks.py FOLDER RANKS SCRIPT [fault:NAME]`.
+"""Runs a script on watched, forked ranks of the virtual device: `python ranks.py FOLDER RANKS SCRIPT [fault:NAME]`.
 
 Every rank leaves its record in the folder, as ranks of `exec` do.
 """
@@ -18,7 +18,6 @@ mxfp8.install_if_possible()
 
 import torch  # noqa: E402  behind what must be installed first
 
-from harness.plugins.exec.request import ProcessRecord  # noqa: E402
 from harness.plugins.exec.worker.watch import Watcher  # noqa: E402
 from harness.trace.record import Patch  # noqa: E402
 from harness.worker.program import inject  # noqa: E402
@@ -39,17 +38,7 @@ def _rank(folder: Path, number: int, ranks: int, script: str, watcher: Watcher) 
         traceback.print_exc()
     watcher.finish()
     cost = time.process_time() - started
-    record = ProcessRecord(
-        pid=os.getpid(),
-        rank=number,
-        world_size=ranks,
-        ended=ended,
-        steps=watcher.count,
-        case=watcher.case,
-        trace=watcher.trace,
-        not_finite=watcher.not_finite,
-        not_watched=watcher.not_watched,
-    )
+    record = msgspec.structs.replace(watcher.record(ended), rank=number, world_size=ranks)
     (folder / f"record-{os.getpid()}.msgpack").write_bytes(msgspec.msgpack.encode(record))
     (folder / f"cost-{number}").write_text(str(cost))
 

@@ -1,4 +1,4 @@
-"""The case of a model that a script has built: what its parameters, modules and FSDP2 say of layout, recipe and dtypes."""
+"""Derives the case of a model that a script has built: layout, recipe and dtypes by parameters, modules and FSDP2."""
 
 import math
 import sys

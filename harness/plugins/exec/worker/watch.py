@@ -6,11 +6,12 @@ behind its optimizer belongs to it. No rank sends anything here: a script may do
 """
 
 import math
+import os
 import resource
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from torch.nn.modules import module as of_all_modules
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from harness.matrix.case import Case
-from harness.plugins.exec.request import RECORDED, UNCOMPILED
-from harness.plugins.exec.worker.derive import Unlike, derive, rank
+from harness.plugins.exec.request import RECORDED, UNCOMPILED, ProcessRecord
+from harness.plugins.exec.worker.derive import Unlike, derive, rank, world_size
 from harness.request import Arithmetic, numerics_of
 from harness.trace import RankTrace, StepTrace
-from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.dispatch_hooks.hook import install_hooks, unobserved
 from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.probes.discovery import Discovery
 from harness.worker.probes.probe import ProbeSet
@@ -62,7 +63,7 @@ class Recording:
         self._shapes = list[list[tuple[int, ...]]]()  # of what the model is called with, in every step
         self.losses = list[float]()  # of the open step
         self._shares = list[torch.Tensor]()
-        self.is_open = False
+        self.is_open = self.evaluates = False
 
     def open(self) -> None:
         self._probes.begin_step(len(self.steps) + 1)
@@ -118,11 +119,11 @@ class Recording:
         record = replace(self._discovery.record(), updates=self._updates.steps)
         results = self._probes.results()
         self._entered.close()
-        lost = dict(self.lost)
-        if any(shapes != self._shapes[0] for shapes in self._shapes[: len(self.steps)]) and "saved_memory" in results:
-            lost["saved_memory"] = "the model is called with other shapes in other steps"
+        lost, watcher = dict(self.lost), self._watcher
+        differ = any(shapes != self._shapes[0] for shapes in self._shapes[: len(self.steps)])
+        if "saved_memory" in results and (differ or self.evaluates):
+            lost["saved_memory"] = f"{'shapes of inputs differ' if differ else 'the model is evaluated'} between steps"
             results["saved_memory"] = None
-        watcher = self._watcher
         return RankTrace(
             rank=rank(),
             steps=tuple(self.steps),
@@ -197,6 +198,20 @@ class Watcher:
         """Record this model from now on, whose optimizer was built before."""
         self._optimizers.append(weakref.ref(optimizer))
         self._attach(model)
+
+    def record(self, ended: str = "") -> ProcessRecord:
+        """Return what this process did so far, behind `finish`. `ended`: the exception that ended it."""
+        return ProcessRecord(
+            pid=os.getpid(),
+            rank=rank() if self.trace is None else self.trace.rank,
+            world_size=world_size() if self.case is None else self.case.world_size,
+            ended=ended,
+            steps=self.count,
+            case=self.case,
+            trace=self.trace,
+            not_finite=self.not_finite,
+            not_watched=self.not_watched,
+        )
 
     def finish(self) -> None:
         """Make the trace of the steps that have ended. Nothing is recorded behind them."""
@@ -305,6 +320,7 @@ class Watcher:
                 self.finish()
                 return
         if not torch.is_grad_enabled():
+            recording.evaluates = True
             PROCESS.unobserved, PROCESS.evaluating, self._evaluating = PROCESS.unobserved + 1, True, True
             return
         if not recording.is_open:
@@ -338,18 +354,22 @@ class Watcher:
         self._later.clear()
 
 
-@contextmanager
-def watching(model: nn.Module, optimizer: Optimizer, *, steps: int = 3) -> Iterator[Watcher]:
-    """Record the first steps of a model in a running job, on the device where its parameters are."""
-    from harness.worker.dispatch_hooks.hook import install_hooks
+class Watched:
+    """What `watching` yields: behind its block, `record` is that of this rank."""
 
-    device = next(model.parameters()).device
+    record: ProcessRecord
+
+
+@contextmanager
+def watching(model: nn.Module, optimizer: Optimizer, *, steps: int = 3) -> Iterator[Watched]:
+    """Record the first steps of a model in a running job, on the device where its parameters are."""
+    device, watched = next(model.parameters()).device, Watched()
     install_hooks(compiled=False)
     watcher = Watcher(steps=steps, arithmetic="kernel" if device.type == "cuda" else "exact", device=device)
     watcher.install()
     try:
         watcher.watch(model, optimizer)
-        yield watcher
+        yield watched
     finally:
-        with suppress(RuntimeError):
-            watcher.uninstall()
+        watcher.uninstall()
+        watched.record = watcher.record()
