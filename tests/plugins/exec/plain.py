@@ -14,6 +14,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 
 LAYOUT, STEPS = os.environ.get("LAYOUT", "fsdp"), int(os.environ.get("STEPS_OF", "5"))
 RECIPE, REDUCE = os.environ.get("RECIPE", "tensorwise"), os.environ.get("REDUCE", "float32")
+LOST = os.environ.get("LOST", "") == "1"
 EVALUATE = os.environ.get("EVALUATE", "") == "1"
 CHECKPOINT = os.environ.get("CHECKPOINT", "") == "1"
 GATHER = os.environ.get("GATHER", "") == "1"
@@ -50,14 +51,15 @@ def distributed(model: nn.Module, world: int) -> int:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE))
     mesh = None
     if LAYOUT in ("tp", "fsdptp"):
-        degrees, names = ((2, 2), ("dp", "tp")) if LAYOUT == "fsdptp" else ((world,), ("tp",))
-        whole = init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        of_tp, names = ((2, 2), ("dp", "tp")) if LAYOUT == "fsdptp" else ((world,), ("tp",))
+        whole = init_device_mesh("cpu", of_tp, mesh_dim_names=names)
         for layer in model.layers:
             parallelize_module(layer, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = whole["dp"] if LAYOUT == "fsdptp" else None
         rank = 0 if mesh is None else mesh.get_local_rank()
     elif LAYOUT in ("fsdp", "hsdp"):
-        mesh = init_device_mesh("cpu", (world,) if LAYOUT == "fsdp" else (2, world // 2))
+        degrees = {"shards": world} if LAYOUT == "fsdp" else {"replicas": 2, "shards": world // 2}
+        mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     if CHECKPOINT:
         for name, layer in model.layers.named_children():
             model.layers.register_module(name, checkpoint_wrapper(layer))
@@ -89,8 +91,9 @@ def main() -> None:
     if GATHER:
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn != "head")
+    before = list(model.parameters())
     generator = torch.Generator().manual_seed(distributed(model, dist.get_world_size()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach="tp" not in LAYOUT)
+    optimizer = torch.optim.AdamW(before if LOST else model.parameters(), lr=1e-3, foreach="tp" not in LAYOUT)
     for step in range(STEPS):
         tokens, loss = gradients(model, generator)
         optimizer.step()

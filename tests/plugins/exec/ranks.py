@@ -1,6 +1,6 @@
-"""Runs a script on watched, forked ranks of the virtual device: `python ranks.py FOLDER RANKS SCRIPT [fault:NAME]`.
+"""Runs a script on watched, forked ranks of the virtual device: `python ranks.py FOLDER SCRIPT "NAME|RANKS|A=B C=D"`.
 
-Every rank leaves its record in the folder, as ranks of `exec` do.
+Every rank leaves its record in FOLDER/NAME, as ranks of `exec` do. A job may end in "|fault:NAME".
 """
 
 import os
@@ -8,6 +8,8 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,7 @@ mxfp8.install_if_possible()
 
 import torch  # noqa: E402  behind what must be installed first
 
+from harness.plugins.exec.request import ProcessRecord  # noqa: E402
 from harness.plugins.exec.worker.watch import Watcher  # noqa: E402
 from harness.trace.record import Patch  # noqa: E402
 from harness.worker.program import inject  # noqa: E402
@@ -36,30 +39,42 @@ def _rank(folder: Path, number: int, ranks: int, script: str, watcher: Watcher) 
     except BaseException as error:
         ended = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    watcher.finish()
     cost = time.process_time() - started
-    record = msgspec.structs.replace(watcher.record(ended), rank=number, world_size=ranks)
+    record = watcher.contribute(ProcessRecord(pid=os.getpid(), rank=number, world_size=ranks, ended=ended))
     (folder / f"record-{os.getpid()}.msgpack").write_bytes(msgspec.msgpack.encode(record))
     (folder / f"cost-{number}").write_text(str(cost))
 
 
-def main(folder: str, ranks: str, script: str, *injections: str) -> None:
-    torch.set_num_threads(1)
-    parts = device.install("shared", compiled=False)
-    watcher = Watcher(virtual=parts, steps=int(os.environ.get("STEPS", "3")))
+def _job(folder: Path, ranks: int, script: str, options: str, *injections: str) -> None:
+    os.environ |= dict(option.split("=") for option in options.split())
+    watcher = Watcher(virtual=device.install("shared", compiled=False), steps=int(os.environ.get("STEPS", "3")))
     for text in injections:
         inject(Patch(text=text))
     if watcher.steps:
         watcher.install()
+    _forked(*(partial(_rank, folder, number, ranks, script, watcher) for number in range(ranks)))
+
+
+def _forked(*calls: Callable[[], None]) -> None:
+    """Make every call in a process of its own, all at once, and wait for them."""
     children = []
-    for number in range(int(ranks)):
+    for call in calls:
         pid = os.fork()
         if not pid:
-            _rank(Path(folder), number, int(ranks), script, watcher)
+            call()
             os._exit(0)
         children.append(pid)
     for pid in children:
         os.waitpid(pid, 0)
+
+
+def main(folder: str, script: str, *jobs: str) -> None:
+    torch.set_num_threads(1)
+    device.install("shared", compiled=False)
+    for job in jobs:
+        name, ranks, options, *injections = job.split("|")
+        (place := Path(folder) / name).mkdir()
+        _forked(partial(_job, place, int(ranks), script, options, *injections))
 
 
 if __name__ == "__main__":

@@ -199,13 +199,21 @@ class Watcher:
         self._optimizers.append(weakref.ref(optimizer))
         self._attach(model)
 
-    def record(self, ended: str = "") -> ProcessRecord:
-        """Return what this process did so far, behind `finish`. `ended`: the exception that ended it."""
-        return ProcessRecord(
-            pid=os.getpid(),
-            rank=rank() if self.trace is None else self.trace.rank,
-            world_size=world_size() if self.case is None else self.case.world_size,
-            ended=ended,
+    def record(self) -> ProcessRecord:
+        """Return what this process did, and record no more."""
+        size = world_size() if self.case is None else self.case.world_size
+        return self.contribute(ProcessRecord(pid=os.getpid(), rank=rank(), world_size=size))
+
+    def contribute(self, record: ProcessRecord) -> ProcessRecord:
+        """Return the record of this process with what trained in it, and record no more."""
+        try:
+            self.finish()
+        except Exception as error:  # the process ends, however it does
+            self.not_watched = f"what was recorded cannot be read: {type(error).__name__}: {error}"
+        mine = {} if self.trace is None else {"rank": self.trace.rank}
+        return replace(
+            record,
+            **mine,
             steps=self.count,
             case=self.case,
             trace=self.trace,
