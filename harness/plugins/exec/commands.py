@@ -1,18 +1,22 @@
 """`fp8-harness exec`: runs a command on CPU ranks as if there were GPUs, and judges what it trained."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from harness.cli.options import ABOVE_0, AT_LEAST_1, json_option, run_option, say, write_json
 from harness.errors import HarnessError
+from harness.plugins.exec.expectations import Meant, in_comments, meant_by_records, read, written
+from harness.plugins.exec.judge import judge_jobs
 from harness.plugins.exec.report import answer_of, lines
 from harness.plugins.exec.request import GPUS, ExecRequest
 from harness.plugins.exec.supervise import Bounds, check_room, run
 from harness.running.machine import check_ranks
 from harness.running.plan import parse_injection
 
+FILE = click.Path(dir_okay=False, path_type=Path)
 _EPILOG = """\b
 Examples:
   fp8-harness exec -- torchrun --nproc-per-node 2 train.py --steps 10
@@ -34,6 +38,8 @@ or a bound was passed, 2 usage error or bad input, 130 interrupted.
 @click.option("--timeout", "timeout_s", type=ABOVE_0, metavar="SECONDS", help="End it then, and say where ranks are.")
 @click.option("--memory-per-rank", "memory_gib", type=ABOVE_0, metavar="GIB", help="End it where a process holds more.")
 @click.option("--watch/--no-watch", default=True, help="Whether to record and judge what it trains.")
+@click.option("--expect", type=FILE, metavar="FILE", help="What is meant: options, and counts of a step.")
+@click.option("--record", type=FILE, metavar="FILE", help="Write what this run does to a file for --expect.")
 @run_option("inject")
 @json_option("the answer")
 def exec_command(  # noqa: PLR0913  one parameter an option
@@ -45,6 +51,8 @@ def exec_command(  # noqa: PLR0913  one parameter an option
     timeout_s: float | None,
     memory_gib: float | None,
     watch: bool,
+    expect: Path | None,
+    record: Path | None,
     inject: tuple[str, ...],
     json_file: Path | None,
 ) -> int:
@@ -64,11 +72,20 @@ def exec_command(  # noqa: PLR0913  one parameter an option
     check_ranks()
     check_command(request)
     outcome = run(request, Bounds(timeout_s=timeout_s or 0.0, memory_gib=memory_gib or 0.0))
-    answer = answer_of(outcome)
+    judged = judge_jobs(outcome.records, meant_of(command, expect))
+    if record:
+        record.write_text(written(meant_by_records(outcome.records)))
+    answer = answer_of(outcome, judged)
     for line in lines(answer, {"gpu": gpu}):
         say(line, err=True)
     write_json(json_file, answer)
     return answer.exit_code
+
+
+def meant_of(command: Sequence[str], file: Path | None) -> Meant | None:
+    """Return what the command is meant to do, by a file or by comments in its script."""
+    script = next((path for path in map(Path, command) if path.suffix == ".py" and path.is_file()), None)
+    return read(file) if file is not None else None if script is None else in_comments(script)
 
 
 def check_command(request: ExecRequest) -> None:

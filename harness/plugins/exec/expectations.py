@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from harness.checks.check import Rules, Stage
 from harness.errors import HarnessError
 from harness.matrix.case import Case
+from harness.plugins.exec.request import ProcessRecord
 from harness.trace import RankTrace
 from harness.verdict import Finding
 
@@ -85,6 +86,15 @@ def meant_by(case: Case, traces: Sequence[RankTrace]) -> Meant:
     )
 
 
+def meant_by_records(records: Sequence[ProcessRecord]) -> Meant:
+    """Return what the first rank of a command did. Raises HarnessError where nothing was recorded."""
+    for record in sorted(records, key=lambda record: (record.rank, record.pid)):
+        if record.case is not None and record.trace is not None:
+            return meant_by(record.case, [record.trace])
+    fix = "record a command whose optimizer makes a step."
+    raise HarnessError("nothing was recorded.", where="--record", fix=fix)
+
+
 def written(meant: Meant) -> str:
     """Return the text of the file."""
     lines = ["# What this script does in a step. `fp8-harness exec --expect` finds what is otherwise."]
@@ -101,7 +111,7 @@ def written(meant: Meant) -> str:
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z_]+", name) else msgspec.json.encode(name).decode()
+    return name if re.fullmatch(r"[A-Za-z0-9_]+", name) else msgspec.json.encode(name).decode()
 
 
 def options_of(case: Case) -> dict[str, object]:

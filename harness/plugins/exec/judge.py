@@ -66,6 +66,22 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     case: Case | None = None
 
 
+def judge_jobs(records: Sequence[ProcessRecord], meant: Meant | None = None) -> Judged:
+    """Return what the processes of a command did wrong, of all its jobs; how they ended is said by others."""
+    trained = [replace(record, ended="") for record in records if record.steps or record.not_watched]
+    jobs: list[list[ProcessRecord]] = []
+    for record in sorted(trained, key=lambda record: record.pid):
+        free = (job for job in jobs if job[0].world_size == record.world_size)
+        job = next((job for job in free if all(other.rank != record.rank for other in job)), None)
+        jobs.append([record]) if job is None else job.append(record)
+    judged = [judge_records(job, meant) for job in jobs]
+    return Judged(
+        findings=tuple(finding for of_job in judged for finding in of_job.findings),
+        checks=tuple(dict.fromkeys(name for of_job in judged for name in of_job.checks)),
+        not_judged=tuple(dict.fromkeys(reason for of_job in judged for reason in of_job.not_judged)),
+    )
+
+
 def checks_of_scripts() -> tuple[Check, ...]:
     """Return the checks that compare a run with no other one."""
     return tuple(check for check in CHECKS if not _needs_another_run(check))

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from harness.headline import headline_of
+from harness.plugins.exec.judge import Judged
 from harness.plugins.exec.request import Absent, ProcessRecord
 from harness.plugins.exec.supervise import Outcome, Stack
 from harness.text import counted, format_ranks
-from harness.verdict import ExitCode
+from harness.verdict import ExitCode, Finding
 
 _ABSENT_SHOWN = 8
 # What an exception says, and the way on.
@@ -35,13 +37,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     not_watched: tuple[str, ...]
     stacks: tuple[Stack, ...]
     records: tuple[ProcessRecord, ...]
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[str, ...] = ()  # that were executed
 
 
-def answer_of(outcome: Outcome) -> Answer:
-    """Return the answer to a run in which nothing was judged."""
-    error, fix = _error(outcome)
+def answer_of(outcome: Outcome, judged: Judged | None = None) -> Answer:
+    """Return the answer to a run, with what was found where it was judged."""
+    (error, fix), judged = _error(outcome), judged or Judged()
     return Answer(
-        exit_code=exit_code(outcome),
+        exit_code=exit_code(outcome) or (int(ExitCode.FAILED) if judged.findings else 0),
+        findings=judged.findings,
+        checks=judged.checks,
         script_exit_code=outcome.exit_code,
         error=error,
         fix=fix,
@@ -51,7 +57,7 @@ def answer_of(outcome: Outcome) -> Answer:
         absent=tuple(_absent(outcome.records)),
         not_watched=tuple(dict.fromkeys(record.not_watched for record in outcome.records if record.not_watched)),
         stacks=outcome.stacks,
-        records=outcome.records,
+        records=tuple(msgspec.structs.replace(record, trace=None) for record in outcome.records),
     )
 
 
@@ -124,6 +130,11 @@ def lines(answer: Answer, words: Mapping[str, str]) -> Iterator[str]:
     took = f"{answer.seconds:.0f} s"
     trained = counted(answer.steps, "step") if answer.steps else "no optimizer made a step"
     yield f"exec: {counted(answer.ranks, 'rank')} of a pretended {words['gpu']}, {trained}, {took}"
+    if answer.checks and not answer.findings:
+        names = ", ".join(answer.checks)
+        yield f"exec: {counted(len(answer.checks), 'check')} of the first steps found nothing: {names}"
+    for text in headline_of(answer.findings, command="", ranks=answer.ranks).texts:
+        yield f"exec: {text}"
     for reason in answer.not_watched:
         yield f"exec: not judged: {reason}"
     if answer.absent:

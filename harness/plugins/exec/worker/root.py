@@ -5,7 +5,6 @@ ranks are its forks. Its output is the command's.
 """
 
 import faulthandler
-import importlib.util
 import logging
 import os
 import signal
@@ -44,7 +43,7 @@ def _install(request: ExecRequest, folder: Path) -> None:
     from harness.worker.virtual import device
 
     torch.set_num_threads(1)  # ranks are forks, and a process with threads cannot be forked
-    device.install(compiled=False)
+    virtual = device.install(compiled=False)
     shown = gpu.install(request.gpu, _count(request))
     groups.install(folder)
     launch.install(request, folder, lambda count: setattr(shown, "count", count))
@@ -52,10 +51,12 @@ def _install(request: ExecRequest, folder: Path) -> None:
         from harness.worker.program import inject
 
         inject(patch)
-    if request.watch and importlib.util.find_spec("harness.plugins.exec.worker.watch"):
+    if request.watch:
         from harness.plugins.exec.worker.watch import Watcher
 
-        Watcher().install(request, folder)
+        watcher = Watcher(steps=request.steps, virtual=virtual)
+        watcher.install()
+        script.ENDING.contributors.append(watcher.contribute)
 
 
 def _count(request: ExecRequest) -> int:
