@@ -139,7 +139,7 @@ def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None) -> Ju
     if run.traces and case.layout.pp == 1:
         found += (*replicas(case, run, {}), *merge_ranks(run, _flushed))
     asked = () if meant is None else meant.rules
-    kept = (finding for finding in found if not is_unmeant(finding.rule, asked))
+    kept = (finding for finding in found if not (is_unmeant(finding.rule, asked) or _is_of_batches(finding)))
     names = tuple(check for check in judgement.checks)
     return Judged(findings=by_cause(kept), checks=names, not_judged=judgement.not_judged)
 
@@ -147,6 +147,11 @@ def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None) -> Ju
 def is_unmeant(rule: str, asked: Iterable[str] = ()) -> bool:
     """Return True for a rule that a script has not promised to keep, unless it is `asked` for."""
     return any(fnmatch.fnmatch(rule, pattern) for pattern in unmeant()) and rule not in asked
+
+
+def _is_of_batches(finding: Finding) -> bool:
+    """Return True for integers that are alive for longer: a script holds its batches as it likes."""
+    return finding.check == "leaks" and str(finding.values.get("tensors", "")).startswith(("int", "bool"))
 
 
 def _failure(record: ProcessRecord) -> RankFailure:

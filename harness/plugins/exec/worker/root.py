@@ -47,14 +47,14 @@ def _install(request: ExecRequest, folder: Path) -> None:
     shown = gpu.install(request.gpu, _count(request))
     groups.install(folder)
     launch.install(request, folder, lambda count: setattr(shown, "count", count))
+    from harness.plugins.exec.worker.watch import Watcher
+
+    watcher = Watcher(steps=request.steps, virtual=virtual)
     for patch in request.injections:
         from harness.worker.program import inject
 
         inject(patch)
     if request.watch:
-        from harness.plugins.exec.worker.watch import Watcher
-
-        watcher = Watcher(steps=request.steps, virtual=virtual)
         watcher.install()
         script.ENDING.contributors.append(watcher.contribute)
 

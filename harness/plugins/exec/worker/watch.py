@@ -47,10 +47,9 @@ class Recording:
     """The first steps of one model, from its first forward on."""
 
     def __init__(self, watcher: "Watcher", model: nn.Module, case: Case) -> None:
-        lost = internals.lost_records(watcher.records)
         unfit = {name: "blocks are compiled" for name in UNCOMPILED if case.compile != "none"}
         self.case, self.model, self.steps = case, model, list[StepTrace]()
-        self.lost = {**lost, **{name: unfit[name] for name in watcher.records if name in unfit}}
+        self.lost = {**watcher.lost, **{name: unfit[name] for name in watcher.records if name in unfit}}
         self._watcher, self._entered = watcher, ExitStack()
         numerics = numerics_of(watcher.device.type, "shared", watcher.arithmetic)
         used = [name for name in watcher.records if name not in self.lost]
@@ -161,6 +160,7 @@ class Watcher:
     ) -> None:
         self.steps, self.records, self.virtual, self.arithmetic = steps, tuple(records), virtual, arithmetic
         self.device = device or torch.device("cpu")
+        self.lost = internals.lost_records(self.records)  # before a fault is planted where probes look
         self.count = 0  # steps of the optimizer that took most
         self.case: Case | None = None
         self.trace: RankTrace | None = None
