@@ -143,6 +143,7 @@ _ZERO = (
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
     "utilization memory_usage temperature power_draw clock_rate device_memory_used"
 )
+_CLASSES = ("CUDAGraph", "MemPool", "CUDAPluggableAllocator", "graph")  # of those without a body
 _REFUSED = {
     "CUDAGraph": "run without CUDA graphs here",
     "graph": "run without CUDA graphs here",
@@ -254,7 +255,8 @@ def _answers(shown: Pretended) -> dict[str, Any]:
     answers |= {name: _stub(name, None, "") for name in _QUIET.split()}
     answers |= {name: _stub(name, None, "does nothing") for name in _SILENT.split()}
     answers |= {name: _stub(name, 0, "returns 0") for name in _ZERO.split()}
-    return answers | {name: refusing(f"torch.cuda.{name}", fix) for name, fix in _REFUSED.items()}
+    answers |= {name: refusing(f"torch.cuda.{name}", fix) for name, fix in _REFUSED.items()}
+    return answers | {name: type(name, (), {"__init__": answers[name]}) for name in _CLASSES}
 
 
 def _stub(name: str, result: Any, effect: str) -> Callable[..., Any]:

@@ -78,6 +78,8 @@ def install(folder: Path) -> None:
         setattr(group, name, lambda self, *_: None)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     whole: Any = dist.ProcessGroup
+    # Of a group that knows its GPU, torch makes others by splitting it, as NCCL alone can.
+    whole.bound_device_id = property(lambda self: None, lambda self, device: None)
     stock = whole.barrier
 
     def barrier(self: Any, opts: Any = None, **given: Any) -> Any:
