@@ -8,7 +8,7 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -20,6 +20,16 @@ from harness.trace import RankTrace, Run
 from harness.trace.model import SKETCH_SIZE, TensorSketch
 
 _SUMS = struct.Struct(f"<{SKETCH_SIZE}d")
+
+
+class Sketches(Protocol):
+    """What one rank sketched: a trace, or less than one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def sketches(self) -> tuple[TensorSketch, ...] | None: ...
 
 
 class SketchKey(NamedTuple):
@@ -44,14 +54,14 @@ class Assembled(NamedTuple):
         return self.elements == math.prod(self.shape)
 
 
-def sketched(traces: Iterable[RankTrace]) -> Iterator[tuple[SketchKey, int, TensorSketch]]:
+def sketched(traces: Iterable[Sketches]) -> Iterator[tuple[SketchKey, int, TensorSketch]]:
     """Yield every sketch with the tensor and the rank that it is of."""
     for trace in traces:
         for sketch in trace.sketches or ():
             yield SketchKey(sketch.step, sketch.kind, sketch.fqn), trace.rank, sketch
 
 
-def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
+def assemble(traces: Iterable[Sketches]) -> dict[SketchKey, Assembled]:
     """Return every sketched tensor of a run, sorted by step, kind and FQN."""
     shards: dict[SketchKey, list[TensorSketch]] = defaultdict(list)
     for key, _, sketch in sketched(traces):
@@ -116,7 +126,7 @@ def largest(values: Iterable[float], *, empty: float = math.nan) -> float:
     return max(values, key=nan_as_inf, default=empty)
 
 
-def sum_of(traces: Iterable[RankTrace], key: SketchKey) -> Assembled:
+def sum_of(traces: Iterable[Sketches], key: SketchKey) -> Assembled:
     """Return the sum of what all ranks hold of a tensor, replicas included."""
     return _sum(_of(traces, key))
 
@@ -138,7 +148,7 @@ def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: 
     return wrong
 
 
-def _of(traces: Iterable[RankTrace], key: SketchKey) -> list[TensorSketch]:
+def _of(traces: Iterable[Sketches], key: SketchKey) -> list[TensorSketch]:
     return [sketch for of, _, sketch in sketched(traces) if of == key]
 
 
@@ -147,7 +157,7 @@ def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
     return all(begin <= at and at + size <= begin + length for at, size, begin, length in places)
 
 
-def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
+def unequal_replicas(traces: Iterable[Sketches]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
     """Shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for key, rank, sketch in sketched(traces):

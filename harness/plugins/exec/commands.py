@@ -8,6 +8,8 @@ import click
 
 from harness.cli.options import ABOVE_0, AT_LEAST_1, json_option, run_option, say, write_json
 from harness.errors import HarnessError
+from harness.plugins.exec import against
+from harness.plugins.exec.against import run_both
 from harness.plugins.exec.expectations import Meant, in_comments, meant_by_records, read, written
 from harness.plugins.exec.judge import judge_jobs
 from harness.plugins.exec.report import answer_of, lines
@@ -40,6 +42,7 @@ or a bound was passed, 2 usage error or bad input, 130 interrupted.
 @click.option("--watch/--no-watch", default=True, help="Whether to record and judge what it trains.")
 @click.option("--expect", type=FILE, metavar="FILE", help="What is meant: options, and counts of a step.")
 @click.option("--record", type=FILE, metavar="FILE", help="Write what this run does to a file for --expect.")
+@click.option("--against-one-rank", is_flag=True, help="Run it on one rank too, and compare the first steps.")
 @run_option("inject")
 @json_option("the answer")
 def exec_command(  # noqa: PLR0913  one parameter an option
@@ -53,6 +56,7 @@ def exec_command(  # noqa: PLR0913  one parameter an option
     watch: bool,
     expect: Path | None,
     record: Path | None,
+    against_one_rank: bool,
     inject: tuple[str, ...],
     json_file: Path | None,
 ) -> int:
@@ -71,15 +75,16 @@ def exec_command(  # noqa: PLR0913  one parameter an option
     )
     check_ranks()
     check_command(request)
-    outcome = run(request, Bounds(timeout_s=timeout_s or 0.0, memory_gib=memory_gib or 0.0))
+    bounds = Bounds(timeout_s=timeout_s or 0.0, memory_gib=memory_gib or 0.0)
+    outcome, beside = run_both(request, bounds) if against_one_rank else (run(request, bounds), None)
     judged = judge_jobs(outcome.records, meant_of(command, expect))
     if record:
         record.write_text(written(meant_by_records(outcome.records)))
     answer = answer_of(outcome, judged)
-    for line in lines(answer, {"gpu": gpu}):
+    for line in (*lines(answer, {"gpu": gpu}), *(against.lines(beside) if beside is not None else ())):
         say(line, err=True)
     write_json(json_file, answer)
-    return answer.exit_code
+    return answer.exit_code or int(beside is not None and beside.verdict != "equal")
 
 
 def meant_of(command: Sequence[str], file: Path | None) -> Meant | None:

@@ -4,10 +4,11 @@ Both are files of one folder: `request.msgpack`, and a `record-PID.msgpack` of e
 joined a process group or met something that the device lacks.
 """
 
-from pathlib import Path
+from collections.abc import Mapping
 
 from harness.matrix.case import Case
 from harness.trace import RankTrace
+from harness.trace.model import TensorSketch
 from harness.trace.record import Patch, Record
 
 REQUEST = "request.msgpack"
@@ -44,8 +45,8 @@ class ExecRequest(Record, frozen=True, kw_only=True):
     injections: tuple[Patch, ...] = ()
     watch: bool = True
     steps: int = 3  # how many steps of each optimizer are recorded whole
-    keep_inputs: bool = False  # record initial weights and batches, for the same command on one rank
-    inputs: Path | None = None  # a folder of such records of all ranks, which this run on one rank trains on
+    keep_inputs: str = ""  # a folder for weights, batches and results, compared with those of one rank
+    inputs: str = ""  # such a folder of all ranks, whose weights and batches this run on one rank gets
 
 
 class Absent(Record, frozen=True, kw_only=True):
@@ -71,3 +72,19 @@ class ProcessRecord(Record, frozen=True, kw_only=True):
     not_finite: tuple[int, float] | None = None  # behind the recorded steps, the first whose loss is no number
     not_watched: str = ""  # why there is no trace although it trained
     absent: tuple[Absent, ...] = ()
+
+
+class OneRankRecord(Record, frozen=True, kw_only=True):
+    """What one rank trained, of a script that is compared with itself on one rank: `lineup-RANK.msgpack`.
+
+    `not_lined_up`: what one rank was not given as the ranks were, and why.
+    """
+
+    rank: int
+    world_size: int = 1
+    losses: tuple[float, ...]  # by step: what backward passes began from, added up over microbatches
+    loss_dtype: str = ""
+    dtype: str = ""  # that linears compute in
+    batches: int = 1  # data-parallel ranks whose batches this rank trained on
+    sketches: tuple[TensorSketch, ...] = ()
+    not_lined_up: Mapping[str, str] = {}

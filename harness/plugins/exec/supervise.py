@@ -59,11 +59,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     stacks: tuple[Stack, ...] = ()
 
 
-def run(request: ExecRequest, bounds: Bounds) -> Outcome:
-    """Run a command to its end. Raises OSError where it cannot be started."""
+def run(request: ExecRequest, bounds: Bounds, *, quiet: bool = False) -> Outcome:
+    """Run a command to its end, `quiet`: without its output. Raises OSError where it cannot be started."""
     scratch = Scratch()
     try:
-        return _Running(request, bounds, scratch.path).run()
+        return _Running(request, bounds, scratch.path).run(subprocess.DEVNULL if quiet else None)
     finally:
         scratch.close()
 
@@ -74,10 +74,12 @@ class _Running:
         self._mark = uuid.uuid4().hex
         (folder / REQUEST).write_bytes(msgspec.msgpack.encode(request))
 
-    def run(self) -> Outcome:
+    def run(self, output: int | None = None) -> Outcome:
         started_s = time.monotonic()
         environ = {**os.environ, **_SETTINGS, MARK: self._mark}
-        process = subprocess.Popen(module_command(PROGRAM, [str(self._folder)]), env=environ)
+        process = subprocess.Popen(
+            module_command(PROGRAM, [str(self._folder)]), env=environ, stdout=output, stderr=output
+        )
         ended_for, stacks = "", list[Stack]()
         try:
             ended_for = self._wait(process, started_s)

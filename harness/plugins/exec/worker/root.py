@@ -54,12 +54,17 @@ def _install(request: ExecRequest, folder: Path) -> None:
         from harness.worker.program import inject
 
         inject(patch)
+    from harness.plugins.exec.worker import lineup
+
+    lineup.install(request)
     if request.watch:
         watcher.install()
         script.ENDING.contributors.append(watcher.contribute)
 
 
 def _count(request: ExecRequest) -> int:
+    if request.inputs:
+        return _OF_MANY  # of which a launcher starts one rank
     if request.ranks:
         return max(request.ranks // request.nodes, 1)
     tests = any(Path(word).name in ("pytest", "py.test") for word in request.command[:3])

@@ -1,0 +1,236 @@
+"""A script beside itself on one rank: losses, gradients and updates of its first steps, with the promises of `parity`.
+
+Every step of both begins from the same weights, so each is compared by itself. Gradients differ by what rounds: a part
+of each rank, and their sum. What could not be lined up is named, and then nothing is called equal.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from harness.checks.assembly import (
+    Assembled,
+    SketchKey,
+    assemble,
+    nan_as_inf,
+    relative_distance,
+    relative_distances,
+    unequal_replicas,
+)
+from harness.checks.comparison import Compared, first_wrong
+from harness.checks.parity import FLOAT32_LOSS, GRADIENTS, LOSS, PARAMETERS, REPLICAS
+from harness.engine.node import Scratch
+from harness.errors import HarnessError
+from harness.headline import headline_of
+from harness.plugins.exec.request import ExecRequest, OneRankRecord
+from harness.plugins.exec.supervise import Bounds, Outcome, run
+from harness.promises import Limit
+from harness.report.sections import Table, text_of
+from harness.text import format_ranks
+from harness.verdict import Finding
+
+Tensors = Mapping[SketchKey, Assembled]
+_BY_CHANCE = 2  # elements
+
+
+class Row(NamedTuple):
+    """One step: the losses of both, and how far off the worst gradient and update are, with their names."""
+
+    step: int
+    loss: float
+    one_rank: float
+    gradient: tuple[float, str]
+    update: tuple[float, str]
+
+
+class Against(NamedTuple):
+    """What came of it. `not_compared`: what was not lined up, by name; empty where everything was."""
+
+    rows: Sequence[Row]
+    allowed: float
+    findings: Sequence[Finding]
+    not_compared: Mapping[str, str]
+
+    @property
+    def verdict(self) -> str:
+        if self.not_compared:
+            return "not compared"
+        return "wrong" if self.findings else "equal"
+
+    def table(self) -> Table:
+        """Return a row for every step; distances relative to the norm of what one rank has."""
+        rows = [(str(row.step), f"{row.loss:.5f}", f"{row.one_rank:.5f}", *map(_shown, row[3:])) for row in self.rows]
+        columns = ("step", "loss", "one rank", "worst gradient", "worst update")
+        return Table(columns=columns, rows=tuple(rows), right=(0, 1, 2))
+
+
+def _shown(worst: tuple[float, str]) -> str:
+    return f"{worst[0]:.2g} {worst[1]}"
+
+
+def read(folder: Path) -> list[OneRankRecord]:
+    """Return what the ranks of a run recorded. HarnessError where none did."""
+    files = sorted(folder.glob("lineup-*.msgpack"))
+    if not files:
+        what = "no step of an optimizer was recorded whose parameters are those of one module that is called."
+        raise HarnessError(what, where="--against-one-rank", fix="leave that option out.")
+    records = (msgspec.msgpack.decode(file.read_bytes(), type=OneRankRecord) for file in files)
+    return sorted(records, key=lambda record: record.rank)
+
+
+def compare(ranks: Sequence[OneRankRecord], one: OneRankRecord) -> Against:
+    """Compare the steps that both took."""
+    sides, of_ranks = assemble([one]), assemble(_once(ranks))
+    steps = range(1, 1 + min(len(one.losses), *(len(record.losses) for record in ranks)))
+    dtype = one.dtype if one.dtype in ("bfloat16", "float32", "float64") else "bfloat16"
+    allowed = Limit(f"modules.{dtype}", math.sqrt(1 + one.batches))
+    rows, compared = [], list[Compared]()
+    for step in steps:
+        loss = math.fsum(record.losses[step - 1] for record in ranks) / len(ranks)
+        expected = one.losses[step - 1]
+        compared.append(_loss(step, loss, expected, allowed, one.loss_dtype))
+        gradients, updates = _gradients(of_ranks, sides, step), _updates(of_ranks, sides, step)
+        compared += (Compared(GRADIENTS, step, *one) for one in _pairs(gradients, of_ranks, sides, lambda _: allowed))
+        allows = functools.partial(_allowed_of_update, allowed)
+        compared += (Compared(PARAMETERS, step, *one) for one in _pairs(updates, of_ranks, sides, allows))
+        rows.append(Row(step, loss, expected, _worst(gradients), _worst(updates)))
+    lost = dict(one.not_lined_up) | {name: why for record in ranks for name, why in record.not_lined_up.items()}
+    if not any(key.kind == "grad" for key in sides):
+        lost["gradients"] = "one rank has none"
+    if len(ranks) < ranks[0].world_size:
+        lost["ranks"] = f"only {format_ranks([record.rank for record in ranks])} took a step of an optimizer"
+    return Against(rows, allowed, [*_replicas(ranks), *_findings(compared, len(ranks))], lost)
+
+
+def _once(ranks: Sequence[OneRankRecord]) -> Iterator[OneRankRecord]:
+    """Yield the records without what several ranks hold alike, but for the first of them."""
+    seen = set[tuple[object, ...]]()
+    for record in ranks:
+        held = {(one.step, one.kind, one.fqn, one.offset, one.local_shape): one for one in record.sketches}
+        mine = [msgspec.structs.replace(one, owner=True) for place, one in held.items() if place not in seen]
+        seen.update(held)
+        yield msgspec.structs.replace(record, sketches=tuple(mine))
+
+
+def _loss(step: int, loss: float, expected: float, allowed: float, dtype: str) -> Compared:
+    rounding = Limit("parity.other_dtype", abs(expected)) if dtype in ("bfloat16", "float16") else FLOAT32_LOSS
+    most = max(Limit("parity.loss_share", allowed), rounding)
+    return Compared(LOSS, step, abs(loss - expected), most, expected=repr(expected), found=repr(loss))
+
+
+def _pairs(
+    far: Mapping[SketchKey, float], found: Tensors, expected: Tensors, allowed: Callable[[Assembled], float]
+) -> Iterator[tuple[Any, ...]]:
+    for key, distance in far.items():
+        yield distance, allowed(expected[key]), key.fqn, key.kind, (), (found.get(key), expected[key])
+
+
+def _gradients(found: Tensors, expected: Tensors, step: int) -> dict[SketchKey, float]:
+    """Return how far off each gradient is; what is left of terms that cancel is no distance."""
+    wanted = {key: tensor for key, tensor in expected.items() if (key.step, key.kind) == (step, "grad")}
+    missing = {key: math.inf for key in wanted if key not in found}
+    return {**relative_distances(found, wanted, ignored=Limit("parity.cancelled_bfloat16")), **missing}
+
+
+def _updates(found: Tensors, expected: Tensors, step: int) -> dict[SketchKey, float]:
+    """Return how far off each update is, relative to that of one rank."""
+    far = {}
+    for key in (key for key in expected if (key.step, key.kind) == (step, "param")):
+        ours, theirs = _change(found, key), _change(expected, key)
+        far[key] = math.inf if ours is None or theirs is None else relative_distance(ours, theirs)
+    return far
+
+
+def _allowed_of_update(allowed: float, tensor: Assembled) -> float:
+    """AdamW begins with the sign of a gradient: an element that is no larger than its rounding may go the other way.
+
+    These are as many as the gradient is allowed to be off, and some of a small tensor by chance.
+    """
+    return 2 * math.sqrt(max(allowed, _BY_CHANCE / max(tensor.elements, 8 * _BY_CHANCE)))
+
+
+def _change(side: Tensors, key: SketchKey) -> Assembled | None:
+    before, after = side.get(key._replace(kind="initial")), side.get(key)
+    if before is None or after is None:
+        return None
+    sums = tuple(now - then for now, then in zip(after.sums, before.sums, strict=True))
+    return after._replace(sums=sums, norm=math.hypot(*sums) / math.sqrt(len(sums)))
+
+
+def _worst(far: Mapping[SketchKey, float]) -> tuple[float, str]:
+    key = max(far, key=lambda key: nan_as_inf(far[key]), default=None)
+    return (math.nan, "") if key is None else (far[key], key.fqn)
+
+
+def _findings(compared: Sequence[Compared], ranks: int) -> Iterator[Finding]:
+    """Yield what is too far off in the first step where something is: the loss, gradients, updated parameters."""
+    wrong = [one for one in compared if not one.good]
+    first = min((one.step for one in wrong), default=0)
+    for rule, noun in ((GRADIENTS, "gradients"), (LOSS, ""), (PARAMETERS, "updates of parameters")):
+        of_rule = [one for one in compared if one.rule is rule and one.step == first]
+        told = first_wrong(of_rule, worst=True)
+        if told is None:
+            continue
+        if rule is LOSS:
+            yield told.finding(number="loss")
+            continue
+        found, expected = told.told.of or (None, None)
+        norms = {"norm": found.norm if found else math.nan, "reference": expected.norm if expected else math.nan}
+        yield told.finding(noun=noun, notes=tuple(_factor(of_rule, ranks)) if rule is GRADIENTS else (), **norms)
+        return
+
+
+def _factor(gradients: Sequence[Compared], ranks: int) -> Iterator[str]:
+    """Say by which number every gradient is off, where it is one that follows from the number of ranks."""
+    pairs = [one.of for one in gradients if one.of and one.of[0] and one.of[1].norm > 0]
+    for times, what in ((ranks, "summed over ranks, not averaged"), (1 / ranks, "averaged once too often")):
+        if (
+            pairs
+            and ranks > 1
+            and all(math.isclose(found.norm, times * right.norm, rel_tol=0.1) for found, right in pairs)
+        ):
+            size = f"{ranks} times" if times > 1 else f"1/{ranks} of"
+            yield f"every gradient is {size} the one rank's: {what}"
+
+
+def _replicas(ranks: Sequence[OneRankRecord]) -> Iterator[Finding]:
+    unequal = unequal_replicas(ranks)
+    for key, offset, digests in unequal[:1]:
+        values = {"kind": key.kind, "offset": str(offset), "count": len(unequal)}
+        yield REPLICAS.finding(step=key.step, module=key.fqn, ranks=digests, values=values)
+
+
+def run_both(request: ExecRequest, bounds: Bounds) -> tuple[Outcome, Against | None]:
+    """Run a command, and again on one rank; None where it failed by itself. The second run prints nothing."""
+    scratch, other = Scratch(), Scratch()
+    try:
+        outcome = run(msgspec.structs.replace(request, keep_inputs=str(scratch.path)), bounds)
+        if outcome.exit_code or outcome.ended_for:
+            return outcome, None
+        ranks = read(scratch.path)
+        alone = msgspec.structs.replace(
+            request, ranks=1, nodes=1, watch=False, injections=(), keep_inputs=str(other.path), inputs=str(scratch.path)
+        )
+        of_one = run(alone, bounds, quiet=True)
+        if of_one.exit_code or of_one.ended_for:
+            why = of_one.ended_for or next((each.ended for each in of_one.records if each.ended), "it failed")
+            return outcome, Against((), 0.0, (), {"one rank": why})
+        return outcome, compare(ranks, read(other.path)[0])
+    finally:
+        scratch.close()
+        other.close()
+
+
+def lines(against: Against) -> Iterator[str]:
+    """Yield what is printed of it."""
+    yield from text_of([against.table()]).splitlines()
+    yield f"exec: beside one rank: {against.verdict}; gradients may be {float(against.allowed):.2g} off"
+    for name, why in against.not_compared.items():
+        yield f"exec: not lined up: {name}: {why}"
+    if against.findings:
+        yield from (f"exec: {text}" for text in headline_of(against.findings, command="", ranks=1).texts)
+        yield from (f"exec: {note}" for note in against.findings[0].notes)
