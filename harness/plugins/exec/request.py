@@ -85,6 +85,7 @@ class OneRankRecord(Record, frozen=True, kw_only=True):
     losses: tuple[float, ...]  # by step: what backward passes began from, added up over microbatches
     loss_dtype: str = ""
     dtype: str = ""  # that linears compute in
+    tokens: int = 1  # of the first tensor that the model was called with, a step
     batches: int = 1  # data-parallel ranks whose batches this rank trained on
     sketches: tuple[TensorSketch, ...] = ()
     not_lined_up: Mapping[str, str] = {}

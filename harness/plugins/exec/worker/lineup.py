@@ -39,8 +39,7 @@ _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "kl_div", "binary
 Rows = list[torch.Tensor]
 
 
-class Given(dict[str, list[Rows]]):
-    """What one rank was given, by what gave it: "model", "cross_entropy", "loader 0"; the tensors of every call."""
+Given = dict[str, list[Rows]]  # by what gave it: "model", "cross_entropy", "loader 0"; the tensors of every call
 
 
 def install(request: ExecRequest) -> None:
@@ -98,7 +97,7 @@ class Lineup:
         self.given, self.calls, self.lined = Given(), dict[str, int](), dict[str, str]()
         self.ranks = list[Given]()
         self.losses, self.sketches = list[float](), dict[tuple[int, str, str], Any]()
-        self.dtype = self.loss_dtype = ""
+        self.dtype, self.loss_dtype, self.tokens = "", "", 1
         self.model: nn.Module | None = None
         self._optimizers = list[weakref.ref[Optimizer]]()
         self._has_stepped, self._has_gradients, self._inside, self._iterators = True, False, False, 0
@@ -197,7 +196,10 @@ class Lineup:
                 return None
             self._begin()
         self._inside = True
-        return self._hand("model", (args, kwargs))
+        handed = self._hand("model", (args, kwargs))
+        tensors = (leaf for leaf in tree_flatten(handed or (args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+        self.tokens = next((tensor.numel() for tensor in tensors), 1)
+        return handed
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = False
@@ -264,27 +266,25 @@ class Lineup:
         self._save()
 
     def _save(self) -> None:
-        random = [name for name, each in self._modules() if isinstance(each, nn.Dropout) and each.p and each.training]
+        assert self.model is not None
+        modules = self.model.named_modules()
+        random = [name for name, each in modules if isinstance(each, nn.Dropout) and each.p and each.training]
         if random:
             self.lined["dropout"] = f"{random[0]} draws other random numbers on one rank: set it to 0"
-        if not self._has_labels:
-            self.lined["labels"] = "the loss is told of other rows than the model: they are not seen in a DataLoader"
         if self.source is None:
-            torch.save(dict(self.given), self.folder / f"inputs-{_rank()}.pt")
+            torch.save(self.given, self.folder / f"inputs-{_rank()}.pt")
         record = OneRankRecord(
             rank=_rank(),
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             losses=tuple(self.losses),
             loss_dtype=self.loss_dtype,
             dtype=self.dtype,
+            tokens=self.tokens,
             batches=max(1, len(self.ranks)),
             sketches=tuple(self.sketches.values()),
             not_lined_up=self.lined,
         )
         (self.folder / f"lineup-{_rank()}.msgpack").write_bytes(msgspec.msgpack.encode(record))
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        return iter(()) if self.model is None else self.model.named_modules()
 
     # What is given
 
@@ -296,26 +296,29 @@ class Lineup:
             self.given.setdefault(name, []).append(_kept(values))
             return None
         calls = [of_rank.get(name, []) for of_rank in self.ranks]
-        if any(len(of_rank) <= at for of_rank in calls):
-            self.lined.setdefault(name, f"one rank calls it {at + 1} times, the ranks {len(calls[0])} times")
-            return None
-        whole, complete = joined([of_rank[at] for of_rank in calls])
-        if not complete:
-            self.lined.setdefault(name, "what ranks are given are no parts of one batch: other shapes")
-            return None
+        whole, complete = list[torch.Tensor | None](), all(len(of_rank) > at for of_rank in calls)
+        problem = f"one rank calls it {at + 1} times, the ranks {min(map(len, calls), default=0)} times"
+        if complete:
+            whole, complete = joined([of_rank[at] for of_rank in calls])
+            problem = "what ranks are given are no parts of one batch: other shapes"
         own = _kept(values)
+        if not complete or len(own) != len(whole):
+            if not name.startswith("loader"):  # what a loader yields shows in what the model is called with
+                self.lined.setdefault(name, problem)
+            return None
         same = all(one is None or torch.equal(one, mine) for one, mine in zip(whole, own, strict=True))
-        self._has_labels |= name != "model" or same
+        if not name.startswith("loader"):
+            self._has_labels = name != "model" or same
         return put(values, whole)
 
     def _read(self) -> None:
         """Read what ranks were given: of ranks with the same, such as those of tensor parallelism, one is enough."""
         assert self.source is not None
         for file in sorted(self.source.glob("inputs-*.pt"), key=lambda file: int(file.stem.partition("-")[2])):
-            given = Given(torch.load(file))
+            given = torch.load(file)
             if not any(_same(given["model"][0], other["model"][0]) for other in self.ranks):
                 self.ranks.append(given)
-        for _, module in self._modules():
+        for module in () if self.model is None else self.model.modules():
             if type(module) is Float8Linear and len(self.ranks) > 1:
                 by_rank: Any = functools.partial(_of_each_rank, module.forward, len(self.ranks))
                 module.forward = by_rank  # type: ignore[method-assign]
@@ -325,6 +328,9 @@ class Lineup:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not in_backward() and not self._has_stepped:
             with unobserved(), torch.no_grad():
                 self.losses[-1] += float(local_shard(loss))
+                if not self._has_labels:
+                    what = "the loss is told of other rows than the model: they come from no DataLoader"
+                    self.lined["labels"] = what
                 self.loss_dtype = dtype_name(loss.dtype)
 
     def _losses_of(self, name: str) -> None:
@@ -334,14 +340,11 @@ class Lineup:
         def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             outside = self.model is not None and not self._inside and not self._has_stepped
             if outside and torch.is_grad_enabled() and not in_backward():
-                target = self._hand(name, target) if self.source is not None else self._record(name, target)
+                handed = self._hand(name, target)
+                target = target if handed is None else handed
             return stock(input, target, *args, **kwargs)
 
         setattr(F, name, loss)
-
-    def _record(self, name: str, target: torch.Tensor) -> torch.Tensor:
-        self._hand(name, target)
-        return target
 
     def _loaders(self) -> None:
         loader: Any = DataLoader
