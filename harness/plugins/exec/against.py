@@ -31,7 +31,7 @@ from harness.plugins.exec.supervise import Bounds, Outcome, run
 from harness.promises import Limit
 from harness.report.sections import Table, text_of
 from harness.text import format_ranks
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 Tensors = Mapping[SketchKey, Assembled]
 _BY_CHANCE = 2  # elements
@@ -187,7 +187,10 @@ def _findings(compared: Sequence[Compared], ranks: int) -> Iterator[Finding]:
             yield told.finding(number="loss")
             continue
         found, expected = told.told.of or (None, None)
-        norms = {"norm": found.norm if found else math.nan, "reference": expected.norm if expected else math.nan}
+        norms: dict[str, Any] = {
+            "norm": getattr(found, "norm", math.nan),
+            "reference": getattr(expected, "norm", math.nan),
+        }
         yield told.finding(noun=noun, notes=tuple(_factor(of_rule, ranks)) if rule is GRADIENTS else (), **norms)
         return
 
@@ -205,7 +208,7 @@ def _factor(gradients: Sequence[Compared], ranks: int) -> Iterator[str]:
 def _replicas(ranks: Sequence[OneRankRecord]) -> Iterator[Finding]:
     unequal = unequal_replicas(ranks)
     for key, offset, digests in unequal[:1]:
-        values = {"kind": key.kind, "offset": str(offset), "count": len(unequal)}
+        values: dict[str, Value] = {"kind": key.kind, "offset": str(offset), "count": len(unequal)}
         yield REPLICAS.finding(step=key.step, module=key.fqn, ranks=digests, values=values)
 
 
@@ -238,4 +241,3 @@ def lines(against: Against) -> Iterator[str]:
         yield f"exec: not lined up: {name}: {why}"
     if against.findings:
         yield from (f"exec: {text}" for text in headline_of(against.findings, command="", ranks=1).texts)
-        yield from (f"exec: {note}" for note in against.findings[0].notes)

@@ -321,7 +321,7 @@ class Lineup:
         for module in () if self.model is None else self.model.modules():
             if type(module) is Float8Linear and len(self.ranks) > 1:
                 by_rank: Any = functools.partial(_of_each_rank, module.forward, len(self.ranks))
-                module.forward = by_rank  # type: ignore[method-assign]
+                module.forward = by_rank
 
     def _backward(self, tensors: Any = (), *_: Any, **__: Any) -> None:
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
