@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from harness.checks.assembly import (
-    Assembled,
-    SketchKey,
-    assemble,
-    nan_as_inf,
-    relative_distance,
-    relative_distances,
-    unequal_replicas,
-)
+from harness.checks.assembly import Assembled, SketchKey, assemble, nan_as_inf, relative_distances, unequal_replicas
+from harness.checks.check import Rule
 from harness.checks.comparison import Compared, first_wrong
 from harness.checks.parity import FLOAT32_LOSS, GRADIENTS, LOSS, PARAMETERS, REPLICAS
 from harness.engine.node import Scratch
@@ -94,12 +87,12 @@ def compare(ranks: Sequence[OneRankRecord], one: OneRankRecord) -> Against:
         loss = math.fsum(record.losses[step - 1] for record in ranks) / len(ranks)
         expected = one.losses[step - 1]
         compared.append(_loss(step, loss, expected, allowed, one.loss_dtype))
-        gradients, updates = _gradients(of_ranks, sides, step), _updates(of_ranks, sides, step)
         of_vectors = Limit(f"modules.{dtype}", math.sqrt(1 + max(one.tokens, one.batches)))
-        allows = functools.partial(_allowed_of_gradient, allowed, of_vectors)
-        compared += (Compared(GRADIENTS, step, *one) for one in _pairs(gradients, of_ranks, sides, allows))
-        allows = functools.partial(_allowed_of_update, allowed)
-        compared += (Compared(PARAMETERS, step, *one) for one in _pairs(updates, of_ranks, sides, allows))
+        of_gradients = functools.partial(_allowed_of_gradient, allowed, of_vectors)
+        gradients = _beside(GRADIENTS, _of(of_ranks, step, "grad"), _of(sides, step, "grad"), of_gradients)
+        of_updates = functools.partial(_allowed_of_update, allowed)
+        updates = _beside(PARAMETERS, _changes(of_ranks, step), _changes(sides, step), of_updates)
+        compared += (*gradients, *updates)
         rows.append(Row(step, loss, expected, _worst(gradients), _worst(updates)))
     lost = dict(one.not_lined_up) | {name: why for record in ranks for name, why in record.not_lined_up.items()}
     if not any(key.kind == "grad" for key in sides):
@@ -125,27 +118,29 @@ def _loss(step: int, loss: float, expected: float, allowed: float, dtype: str) -
     return Compared(LOSS, step, abs(loss - expected), most, expected=repr(expected), found=repr(loss))
 
 
-def _pairs(
-    far: Mapping[SketchKey, float], found: Tensors, expected: Tensors, allowed: Callable[[Assembled], float]
-) -> Iterator[tuple[Any, ...]]:
-    for key, distance in far.items():
-        yield distance, allowed(expected[key]), key.fqn, key.kind, (), (found.get(key), expected[key])
+def _beside(rule: Rule, found: Tensors, expected: Tensors, allowed: Callable[[Assembled], float]) -> list[Compared]:
+    """Compare tensors with those of one rank; what is left of terms that cancel is no distance."""
+    ignored = Limit("parity.cancelled_bfloat16") if rule is GRADIENTS else 0.0
+    far = dict.fromkeys(expected, math.inf) | relative_distances(found, expected, ignored=ignored)
+    return [
+        Compared(rule, key.step, far[key], allowed(tensor), key.fqn, key.kind, of=(found.get(key), tensor))
+        for key, tensor in expected.items()
+    ]
 
 
-def _gradients(found: Tensors, expected: Tensors, step: int) -> dict[SketchKey, float]:
-    """Return how far off each gradient is; what is left of terms that cancel is no distance."""
-    wanted = {key: tensor for key, tensor in expected.items() if (key.step, key.kind) == (step, "grad")}
-    missing = {key: math.inf for key in wanted if key not in found}
-    return {**relative_distances(found, wanted, ignored=Limit("parity.cancelled_bfloat16")), **missing}
+def _of(side: Tensors, step: int, kind: str) -> Tensors:
+    return {key: tensor for key, tensor in side.items() if (key.step, key.kind) == (step, kind)}
 
 
-def _updates(found: Tensors, expected: Tensors, step: int) -> dict[SketchKey, float]:
-    """Return how far off each update is, relative to that of one rank."""
-    far = {}
-    for key in (key for key in expected if (key.step, key.kind) == (step, "param")):
-        ours, theirs = _change(found, key), _change(expected, key)
-        far[key] = math.inf if ours is None or theirs is None else relative_distance(ours, theirs)
-    return far
+def _changes(side: Tensors, step: int) -> Tensors:
+    """Return what a step added to each parameter."""
+    before = {key._replace(kind="param"): tensor for key, tensor in _of(side, step, "initial").items()}
+    made = {}
+    for key, after in _of(side, step, "param").items():
+        if key in before:
+            sums = tuple(now - then for now, then in zip(after.sums, before[key].sums, strict=True))
+            made[key] = after._replace(sums=sums, norm=math.hypot(*sums) / math.sqrt(len(sums)))
+    return made
 
 
 def _allowed_of_gradient(allowed: float, of_vectors: float, tensor: Assembled) -> float:
@@ -161,17 +156,9 @@ def _allowed_of_update(allowed: float, tensor: Assembled) -> float:
     return 2 * math.sqrt(max(allowed, _BY_CHANCE / max(tensor.elements, 8 * _BY_CHANCE)))
 
 
-def _change(side: Tensors, key: SketchKey) -> Assembled | None:
-    before, after = side.get(key._replace(kind="initial")), side.get(key)
-    if before is None or after is None:
-        return None
-    sums = tuple(now - then for now, then in zip(after.sums, before.sums, strict=True))
-    return after._replace(sums=sums, norm=math.hypot(*sums) / math.sqrt(len(sums)))
-
-
-def _worst(far: Mapping[SketchKey, float]) -> tuple[float, str]:
-    key = max(far, key=lambda key: nan_as_inf(far[key]), default=None)
-    return (math.nan, "") if key is None else (far[key], key.fqn)
+def _worst(compared: Sequence[Compared]) -> tuple[float, str]:
+    worst = max(compared, key=lambda one: nan_as_inf(one.distance), default=None)
+    return (math.nan, "") if worst is None else (worst.distance, worst.module or "")
 
 
 def _findings(compared: Sequence[Compared], ranks: int) -> Iterator[Finding]:
@@ -191,18 +178,18 @@ def _findings(compared: Sequence[Compared], ranks: int) -> Iterator[Finding]:
             "norm": getattr(found, "norm", math.nan),
             "reference": getattr(expected, "norm", math.nan),
         }
-        yield told.finding(noun=noun, notes=tuple(_factor(of_rule, ranks)) if rule is GRADIENTS else (), **norms)
+        yield told.finding(noun=noun, notes=tuple(_factor(of_rule, noun, ranks)), **norms)
         return
 
 
-def _factor(gradients: Sequence[Compared], ranks: int) -> Iterator[str]:
-    """Say by which number gradients are off, where it is the same of all and follows from the number of ranks."""
-    pairs = [one.of for one in gradients if not one.good and one.of and one.of[0]]
+def _factor(compared: Sequence[Compared], noun: str, ranks: int) -> Iterator[str]:
+    """Say by which number they are off, where it is the same of all and follows from the number of ranks."""
+    pairs = [one.of for one in compared if not one.good and one.of and one.of[0]]
     for times, what in ((ranks, "summed over ranks, not averaged"), (1 / ranks, "averaged once too often")):
         scaled = [math.isclose(found.norm, times * right.norm, rel_tol=_SAME_FACTOR) for found, right in pairs]
         if scaled and ranks > 1 and all(scaled):
             size = f"{ranks} times" if times > 1 else f"1/{ranks} of"
-            yield f"{len(scaled)} of {len(gradients)} gradients are {size} the one rank's: {what}"
+            yield f"{len(scaled)} of {len(compared)} {noun} are {size} the one rank's: {what}"
 
 
 def _replicas(ranks: Sequence[OneRankRecord]) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ from harness.plugins.exec.request import ExecRequest, OneRankRecord
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.sketches import sketch
 from harness.worker.process.process import in_backward
-from harness.worker.tensors.names import clean_fqn, dtype_name
+from harness.worker.tensors.names import clean_fqn, dtype_name, mark_owned
 from harness.worker.tensors.places import local_part, local_shard, local_tensor, part_at, place_of
 from harness.worker.tensors.reduction import reduced_gradient
 
@@ -55,7 +55,8 @@ def _rank() -> int:
 
 def _kept(values: Any) -> Rows:
     leaves = tree_flatten(values)[0]
-    return [local_part(leaf).detach().cpu().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = (local_part(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [mark_owned(tensor.detach().cpu().clone()) for tensor in tensors]
 
 
 def _same(one: Rows, other: Rows) -> bool:

@@ -33,11 +33,11 @@ FAULTS = {
     "summed": (
         "model.to_empty(",
         "model.set_gradient_divide_factor(1.0)\n    model.to_empty(",
-        "2 times the",
+        "gradients are 2 times the",
     ),
     "divided": ("loss.backward()", "(loss / world).backward()", "1/2 of the one rank's"),
-    "faster": ("lr=1e-3", "lr=1e-3 * world", "updates of parameters differ"),
-    "not_reduced": ("fully_shard(model, ", "fully_shard(model, ignored_params={model.norm.weight}, ", "norm.weight"),
+    "faster": ("lr=1e-3", "lr=1e-3 * world", "updates of parameters are 2 times the"),
+    "unequal": (".flatten())", ".masked_fill(tokens[:, 1:] < 64 * rank, -100).flatten())", "gradients differ"),
     "of_one_rank": ("loss.backward()", "(loss / (1 + rank)).backward()", "gradients differ"),
 }
 
