@@ -55,7 +55,7 @@ def _fork_instead_of_spawn() -> None:
     for method in ("spawn", "forkserver"):
 
         class AsFork(multiprocessing.context.ForkContext):
-            _name = method  # type: ignore[assignment]
+            _name = method
 
         contexts[method] = AsFork()
 
