@@ -5,12 +5,15 @@ names of backends, "cpu:gloo,cuda:nccl", groups of other backends, stores. The r
 a file in the folder of the run, so that groups of one name may follow one another.
 """
 
+import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
@@ -103,3 +106,22 @@ def _meshes_on_cpu() -> None:
     mesh.__init__ = on_the_cpu
     for module in (_random, _dispatch):  # each would warn that a CPU has no tracker
         vars(module)["is_rng_supported_mesh"] = lambda _: False
+    tracker: Any = _Shards()
+    _random._rng_tracker = tracker
+
+
+class _Shards:
+    """Draws the random numbers of a DTensor: others in every shard, and the same in its replicas, as on GPUs.
+
+    They are not the numbers of a GPU, and the generator moves on by one number whatever is drawn.
+    """
+
+    distribute_region_enabled = True
+
+    @contextlib.contextmanager
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        seed = int(torch.randint(2**62, (), generator=generator))
+        shard = _random._calc_shard_linear_idx(*_random._calc_shard_info(spec.mesh.get_coordinate(), spec))
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed + int(shard))
+            yield
