@@ -45,7 +45,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def distributed(model: nn.Module, world: int) -> int:
+def distributed(model: Model, world: int) -> int:
     """Distribute the model as LAYOUT says. Return which tokens this rank trains on."""
     rank = dist.get_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE))
@@ -68,13 +68,13 @@ def distributed(model: nn.Module, world: int) -> int:
     return rank
 
 
-def gradients(model: nn.Module, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(model: Model, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and loss of the last of two microbatches."""
     for _ in range(2):
         tokens = torch.randint(VOCAB, (4, 17), generator=generator)
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / 2
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     if LAYOUT == "ddp":
         for param in model.parameters():
             dist.all_reduce(param.grad, dist.ReduceOp.AVG)
