@@ -28,7 +28,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(self.norm(x))))
+        y: torch.Tensor = self.down(F.silu(self.up(self.norm(x))))
+        return x + y
 
 
 class Model(nn.Module):
@@ -42,7 +43,8 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def distributed(model: Model, world: int) -> int:
