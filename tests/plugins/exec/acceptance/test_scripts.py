@@ -59,7 +59,7 @@ def test_a_script_trains_on_two_ranks_what_it_trains_on_one(tmp_path: Path, name
     assert "beside one rank: equal" in done.stderr and "not lined up" not in done.stderr
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["summed", *(pytest.param(name, marks=pytest.mark.sweep) for name in [*FAULTS][1:])])
 def test_a_fault_of_several_ranks_is_found_beside_one(tmp_path: Path, fault: str) -> None:
     right, wrong, told = FAULTS[fault]
     text = (SCRIPTS / "plain_fsdp2.py").read_text()
