@@ -189,7 +189,8 @@ def _factor(compared: Sequence[Compared], noun: str, ranks: int) -> Iterator[str
         scaled = [math.isclose(found.norm, times * right.norm, rel_tol=_SAME_FACTOR) for found, right in pairs]
         if scaled and ranks > 1 and all(scaled):
             size = f"{ranks} times" if times > 1 else f"1/{ranks} of"
-            yield f"{len(scaled)} of {len(compared)} {noun} are {size} the one rank's: {what}"
+            why = what if compared[0].rule is GRADIENTS else "the learning rate depends on the number of ranks"
+            yield f"{len(scaled)} of {len(compared)} {noun} are {size} the one rank's: {why}"
 
 
 def _replicas(ranks: Sequence[OneRankRecord]) -> Iterator[Finding]:
