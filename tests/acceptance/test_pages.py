@@ -53,15 +53,11 @@ def commands(page: str) -> list[str]:
     return [text for kind, text in steps((DOCS / page).read_text()) if kind == "sh"]
 
 
-def add_tolerances(folder: Path) -> None:
-    shutil.copytree(REPOSITORY / "golden" / "evidence", folder / "evidence", dirs_exist_ok=True)
-    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", folder)
-
-
 @pytest.mark.parametrize("page", HERE)
 def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
     project.tier("pr", CASES)
-    add_tolerances(project.folder / "golden")
+    shutil.copytree(REPOSITORY / "golden" / "evidence", project.folder / "golden" / "evidence", dirs_exist_ok=True)
+    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", project.folder / "golden")
     # Its ranks compute nothing, so the golden of the package is not theirs.
     project.call("baseline", "update", "tp2-rowwise-v2048-s2-b16", "--device", "cpu", "--reason", "of the page")
     for text in commands(page):

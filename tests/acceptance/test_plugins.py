@@ -104,7 +104,16 @@ def test_without_a_plugin_the_rest_works_and_what_used_it_names_it(name: str, he
 @pytest.mark.parametrize("name", PLUGINS)
 def test_without_a_plugin_lint_unit_tests_and_smoke_pass(name: str, tmp_path: Path) -> None:
     folder = without(
-        name, tmp_path, "tests", "docs", "examples", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"
+        name,
+        tmp_path,
+        ".github",
+        "tests",
+        "docs",
+        "examples",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "Makefile",
     )
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     units = ["tests/unit", "tests/house", *map(str, folder.glob("tests/plugins/*/unit"))]

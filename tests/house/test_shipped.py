@@ -21,6 +21,9 @@ from harness.matrix.casefile import case_file_schema, parse_case_file
 from harness.matrix.caseid import case_id, id_words, meaning_of, parse_case_id
 from harness.matrix.records import read_quarantine
 from harness.matrix.tier import select
+from harness.project import find_project
+from harness.report.checks import checks_markdown
+from harness.report.support import support_markdown
 from harness.running.plan import parse_injection
 from harness.worker.program import InjectionError, inject
 from tests.commands import understood
@@ -47,6 +50,13 @@ def test_the_commands_exist_with_these_options() -> None:
     assert len(lines) > 1 and len(README.split()) <= 450
     for line in lines:
         understood(f"fp8-harness {line}")
+
+
+@pytest.mark.plugin("torchtitan")
+def test_the_generated_pages_are_what_explain_prints() -> None:
+    pages = {"checks": checks_markdown(), "support": support_markdown(find_project(str(ROOT)))}
+    for name, text in pages.items():
+        assert (ROOT / "docs" / f"{name}.md").read_text() == text, f"run `explain --list {name} > docs/{name}.md`"
 
 
 def test_a_picture_shows_a_command_and_a_layout_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
