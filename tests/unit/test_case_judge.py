@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks import judge as checks_judge
 from harness.checks import reported
 from harness.checks.catalogue import BROKEN, CHECKS
 from harness.checks.judge import Judgement
@@ -22,6 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.records import KnownFault, Symptom
 from harness.project import find_project
+from harness.running import case_judge
 from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
 from harness.running.case_runner import NONE
 from harness.running.plan import Injection, Plan
@@ -203,7 +203,7 @@ def test_a_check_that_breaks_takes_no_other_finding_with_it(monkeypatch: pytest.
         raise KeyError("shape")
 
     breaks = replace(reported.check_finite, function=broken)
-    monkeypatch.setattr(checks_judge.judge, "__defaults__", ((breaks, *CHECKS[1:]),))
+    monkeypatch.setattr(case_judge, "CHECKS", (breaks, *CHECKS[1:]))
     judgement = concluded(judge(), off)
     assert judgement.verdict is Verdict.NUMERIC
     assert {LOSS.name, BROKEN.name} <= {finding.rule for finding in judgement.findings}

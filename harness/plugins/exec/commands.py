@@ -22,7 +22,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 _EPILOG = """\b
 Examples:
   fp8-harness exec -- torchrun --nproc-per-node 2 train.py --steps 10
-  fp8-harness exec -n 4 --gpu b200 -- accelerate launch --num_processes 4 ft.py
+  fp8-harness exec -n 4 --gpu b200 -- accelerate launch --num_processes 4 x.py
   fp8-harness exec -n 8 --nodes 2 -- python -m my_pkg.train
   fp8-harness exec --timeout 600 -- pytest tests/gpu
 

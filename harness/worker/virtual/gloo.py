@@ -13,15 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    AllreduceOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOp,
-    ReduceScatterOptions,
-    ScatterOptions,
-    Work,
-)
+from torch.distributed import ReduceOp, Work
 
 from harness.worker.tensors.names import mark_owned
 from harness.worker.virtual.collectives import FLOAT8, Boxed, Tensor, reduction
@@ -75,13 +67,13 @@ def _allgather_(
 
 
 def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
-    options = AllreduceOptions()
+    options = dist.AllreduceOptions()
     options.reduceOp = _reduce_op(op, tensors)
     return tensors, Work.boxed(_gloo(group).allreduce(_alias_all(tensors), options))
 
 
 def _reduce_scatter_base_(output: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    options = ReduceScatterOptions()
+    options = dist.ReduceScatterOptions()
     options.reduceOp = _reduce_op(op, [tensor])
     return output, Work.boxed(_gloo(group)._reduce_scatter_base(_alias(output), _alias(tensor), options))
 
@@ -96,13 +88,13 @@ def _alltoall_base_(
 def _broadcast_(
     tensors: list[Tensor], group: Boxed, root_rank: int, root_tensor: int, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
-    options = BroadcastOptions()
+    options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root_rank, root_tensor
     return tensors, Work.boxed(_gloo(group).broadcast(_alias_all(tensors), options))
 
 
 def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, root_rank: int, *_: Any) -> Boxed:
-    options = GatherOptions()
+    options = dist.GatherOptions()
     options.rootRank = root_rank
     return Work.boxed(_gloo(group).gather(_alias_rows(outputs), _alias_all(tensors), options))
 
@@ -110,7 +102,7 @@ def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, r
 def _scatter_(
     outputs: list[Tensor], rows: list[list[Tensor]], group: Boxed, root_rank: int, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
-    options = ScatterOptions()
+    options = dist.ScatterOptions()
     options.rootRank = root_rank
     return outputs, Work.boxed(_gloo(group).scatter(_alias_all(outputs), _alias_rows(rows), options))
 
