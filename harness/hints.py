@@ -10,6 +10,9 @@ def _command(*words: str) -> str:
 
 
 EXPLAIN_RULE = _command("explain", "RULE")
+EXPLAIN_CHECK = _command("explain", "CHECK")
+LIST_INJECTED = _command("explain", "--list", "faults", "CHECK")
+EXEC = _command("exec")  # OPTIONS -- COMMAND
 LIST_WORDS = _command("explain", "--list", "ids")
 LIST_FAULTS = _command("dev", "mutate", "--list")
 LIST_CHECKS = _command("dev", "conformance", "--list")

@@ -6,15 +6,16 @@ from harness.checks.advice import advice, advice_of
 from harness.checks.catalogue import CHECKS, RULES
 from harness.checks.check import Check, Rule, Stage
 from harness.errors import HarnessError
+from harness.hints import EXPLAIN_CHECK, EXPLAIN_RULE, LIST_INJECTED
 from harness.matrix.axes import suggestion
 from harness.report.sections import Block, Facts, Items, Section, Table, markdown
 from harness.text import shown
 from harness.verdict import check_of
 
-_INTRODUCTION = """\
+_INTRODUCTION = f"""\
 A check asks one question about a case. A finding names the rule that is broken: `scales/amax` is rule `amax` of check
-`scales`. `fp8-harness explain RULE` prints one rule, `fp8-harness explain CHECK` the messages and limits of a check,
-`fp8-harness explain --list faults CHECK` the injected faults that it finds, `explain --list checks` this page."""
+`scales`. `{EXPLAIN_RULE}` prints one rule, `{EXPLAIN_CHECK}` the messages and limits of a check,
+`{LIST_INJECTED}` the injected faults that it finds, `explain --list checks` this page."""
 _ORDER = "A report shows first what is nearest to the cause. The order: {stages}."
 
 

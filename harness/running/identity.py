@@ -20,6 +20,7 @@ from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
 from harness.errors import HarnessError
 from harness.evidence.golden import tree_commit, tree_difference
 from harness.expect.upstream import installed_changes
+from harness.hints import EXEC
 from harness.project import builds_folder
 from harness.registry import REFERENCE, Target, is_offered, module_of, needed, targets
 from harness.request import default_arithmetic
@@ -94,7 +95,7 @@ def _check_build(target: str, file: Path) -> None:
             where=str(file),
             fix="add `def build(case, world)` that returns an object with `model` and `step(microbatches)`: "
             "docs/your-own-trainer.md starts with one. A script runs as it is: "
-            f"`fp8-harness exec -- torchrun --nproc-per-node 2 {file.name}`.",
+            f"`{EXEC} -- torchrun --nproc-per-node 2 {file.name}`.",
         )
 
 

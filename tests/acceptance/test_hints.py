@@ -222,6 +222,10 @@ def failed(project: Command) -> str:
 
 
 SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
+    "EXPLAIN_RULE": (),  # of a word that stands for any rule, as the next two of a check
+    "EXPLAIN_CHECK": (),
+    "LIST_INJECTED": (),
+    "EXEC": (),  # tests/plugins/exec
     "LIST_WORDS": (wrong_word,),
     "LIST_FAULTS": (wrong_fault,),
     "LIST_CHECKS": (no_check,),

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 
 from harness.checks.check import Rules, Stage
 from harness.errors import HarnessError
+from harness.hints import EXEC
 from harness.matrix.case import Case
 from harness.plugins.exec.request import ProcessRecord
 from harness.trace import RankTrace
@@ -55,7 +56,7 @@ def read(path: Path) -> Meant:
         raise HarnessError(f"{error}.", where=str(path), fix=_RECORD) from error
 
 
-_RECORD = "write it by `fp8-harness exec --record FILE -- COMMAND`, and change what is meant otherwise."
+_RECORD = f"write it by `{EXEC} --record FILE -- COMMAND`, and change what is meant otherwise."
 
 
 def in_comments(script: Path) -> Meant | None:
@@ -97,7 +98,7 @@ def meant_by_records(records: Sequence[ProcessRecord]) -> Meant:
 
 def written(meant: Meant) -> str:
     """Return the text of the file."""
-    lines = ["# What this script does in a step. `fp8-harness exec --expect` finds what is otherwise."]
+    lines = [f"# What this script does in a step. `{EXEC} --expect` finds what is otherwise."]
     if meant.rules:
         lines.append(f"rules = {msgspec.json.encode(meant.rules).decode()}")
     for name in ("options", "casts", "matmuls", "collectives"):

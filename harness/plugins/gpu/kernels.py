@@ -120,7 +120,6 @@ def refusal_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
         KernelCheck(scaling="tensorwise", m=32, k=48, n=32, misfit="scale_float64"),
         KernelCheck(scaling="rowwise", m=32, k=48, n=32, misfit="scale_shape"),
         KernelCheck(scaling="rowwise", m=32, k=48, n=32, misfit="scale_strided"),
-        KernelCheck(scaling="rowwise", m=32, k=48, n=32, out="float32"),
     ]
     if capability < ALL_LAYOUTS_FROM:
         calls += [

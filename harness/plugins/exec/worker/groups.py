@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _dispatch, _random
 
@@ -70,11 +69,11 @@ def agreed(store: Any, rank: int) -> str:
 def install(folder: Path) -> None:
     """Let torch make groups of NCCL, of files in this folder."""
     ProcessGroupNCCL.folder = folder
-    module: Any = distributed_c10d
+    module: Any = dist.distributed_c10d
     module._NCCL_AVAILABLE = True
     module.default_pg_nccl_timeout = timedelta(minutes=10)
-    module.ProcessGroupNCCL = ProcessGroupNCCL
-    setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010  mypy rejects assigning to a type
+    for place in (module, dist):  # a build for CPUs has no such name
+        vars(place)["ProcessGroupNCCL"] = ProcessGroupNCCL
     group: Any = c10d.FakeProcessGroup
     group._get_sequence_number_for_group = lambda self: 0
     for name in _QUIET.split():

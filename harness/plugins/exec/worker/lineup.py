@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -335,7 +334,7 @@ class Lineup:
                 self.loss_dtype = dtype_name(loss.dtype)
 
     def _losses_of(self, name: str) -> None:
-        stock = getattr(F, name)
+        stock = getattr(nn.functional, name)
 
         @functools.wraps(stock)
         def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -345,7 +344,7 @@ class Lineup:
                 target = target if handed is None else handed
             return stock(input, target, *args, **kwargs)
 
-        setattr(F, name, loss)
+        setattr(nn.functional, name, loss)
 
     def _loaders(self) -> None:
         loader: Any = DataLoader

@@ -289,7 +289,7 @@ def padding_on_one_operand_shifted(stock: Any, tensor: torch.Tensor, dims: int) 
     return padded.view(torch.uint8).roll(extra, dims).view(tensor.dtype) if dims == 1 else padded
 
 
-alignment_rule_ignored = partial(wrap, scaled_mm, "refusal", lambda stock, signature: None)
+alignment_rule_ignored = partial(wrap, scaled_mm, "refusal", lambda stock, *_: None)
 
 
 def _vocabulary_mask(change: Callable[..., torch.Tensor]) -> None:
