@@ -12,6 +12,7 @@ from harness.text import counted, format_ranks
 from harness.verdict import ExitCode, Finding
 
 _ABSENT_SHOWN = 8
+_ALONE = "let all ranks end alike, or raise what is wrong: the others were ended."
 # What an exception says, and the way on.
 _WAYS_ON = (
     ("ModuleNotFoundError: No module named 'triton", "run without its kernels here: no CPU runs Triton."),
@@ -79,7 +80,8 @@ def _error(outcome: Outcome) -> tuple[str, str]:
     if failed and not (early and all(map(_is_follower, failed))):
         first = min(failed, key=lambda record: (_is_follower(record), record.rank))
         who = f"rank {first.rank}: " if first.world_size > 1 else ""
-        return f"{who}{first.ended}", _way_on(first.ended)
+        alone = _ALONE if first.world_size > 1 and "exit(" in first.ended else ""
+        return f"{who}{first.ended}", _way_on(first.ended) or alone
     if early:
         ranks = format_ranks(sorted({record.rank for record in early}))
         return f"{ranks} ended with exit code {early[0].exit_code} and no exception", ""

@@ -155,6 +155,7 @@ def _rank_of(pid: int) -> int | None:
 
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_BETWEEN = re.compile(r"/harness/|/torch/_ops\.py$")  # a call and what it calls
 _PACKAGES = re.compile(r"site-packages|/lib/python3|^<|/harness/(?:plugins|worker|engine)/")
 
 
@@ -164,7 +165,7 @@ def _stack(pid: int, rank: int | None, text: str) -> Stack:
     frames = list(_FRAME.finditer(main))
     own = next((frame for frame in frames if not _PACKAGES.search(frame["file"])), None)
     where = f"{_relative(own['file'])}:{own['line']}" if own else ""
-    called = next((frame for frame in frames if "/harness/" not in frame["file"]), None)
+    called = next((frame for frame in frames if not _BETWEEN.search(frame["file"])), None)
     return Stack(pid=pid, rank=rank, line=where, call=f"{called['name']}" if called and called is not own else "")
 
 

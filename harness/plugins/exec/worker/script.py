@@ -6,6 +6,7 @@ such as `torchrun` and `pytest`. `run` never returns: it ends the process with t
 
 import atexit
 import builtins
+import importlib.util
 import os
 import runpy
 import shutil
@@ -25,7 +26,7 @@ import msgspec
 
 from harness.engine.rank import flush_streams, one_line
 from harness.errors import HarnessError
-from harness.plugins.exec.request import Absent, ProcessRecord
+from harness.plugins.exec.request import REFUSED, Absent, ProcessRecord
 
 _exit = os._exit
 _START = Path.cwd()
@@ -159,8 +160,8 @@ def end(body: Callable[[], object]) -> NoReturn:
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         ENDING.failed(error)
-        if type(error) is HarnessError:  # of the command itself: it has no traceback to show
-            sys.stderr.write(f"fp8-harness: error: {error.text}\n")
+        if type(error) is HarnessError:  # of the command itself, which the controller tells
+            (ENDING.folder / REFUSED).write_text(error.text)
         else:
             _print(error)
     with suppress(BaseException):
@@ -291,6 +292,8 @@ def _run_code(source: str, words: Sequence[str]) -> None:
 
 def _run_module(name: str, words: Sequence[str]) -> None:
     sys.argv, sys.path[0] = ["-m", *words], str(Path.cwd())
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise HarnessError("there is no such module.", where=name, fix=f"install its package: this is {Path.cwd()}.")
     _main_module(None)
     run: Any = runpy
     run._run_module_as_main(name)

@@ -47,6 +47,7 @@ def json_of(*values):
 if __name__ == "__main__":
     main()
 """
+ALONE = "Fix: let all ranks end alike, or raise what is wrong: the others were ended."
 EARLY = """
 import sys, torch, torch.distributed as dist
 dist.init_process_group("nccl")
@@ -99,7 +100,7 @@ def test_a_float8_script_of_torchrun_trains_as_on_two_gpus(tmp_path: Path) -> No
 def test_a_rank_that_leaves_is_named_with_its_line_and_ends_the_others(tmp_path: Path) -> None:
     done = run(tmp_path, EARLY, command=("torchrun", "--nproc-per-node", "2", "train.py"))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "exec: error: rank 1: train.py:5: sys.exit(7)"
+    assert done.stderr.splitlines()[-1] == "exec: error: rank 1: train.py:5: sys.exit(7) " + ALONE
 
 
 def test_threads_workers_and_spawned_processes_have_the_gpu_and_what_it_lacks_is_refused(tmp_path: Path) -> None:
@@ -107,6 +108,20 @@ def test_threads_workers_and_spawned_processes_have_the_gpu_and_what_it_lacks_is
     assert done.stdout.splitlines() == ["0 Item 1.0", "1 2 (10, 0)"]
     said = "exec: error: train.py:23: torch.cuda.CUDAGraph needs a GPU. Fix: run without CUDA graphs here"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("torchrun", "--nproc-per-node", "900", "train.py"), "900 ranks need "),
+        (("torchrun", "--nproc-per-node", "2", "gone.py"), "gone.py: there is no such script"),
+        (("python", "-m", "no_such_module"), "no_such_module: there is no such module."),
+    ],
+)
+def test_what_the_launcher_cannot_start_is_bad_input(tmp_path: Path, command: tuple[str, ...], told: str) -> None:
+    done = run(tmp_path, "", command=command)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and told in last and "Fix: " in last
 
 
 @pytest.mark.parametrize("command", [("python", "gone.py"), ("no-such-program",), ("ls",)])
