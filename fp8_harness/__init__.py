@@ -6,5 +6,6 @@ user. Importing it costs nothing.
 
 from fp8_harness.cases import assert_case
 from fp8_harness.layouts import assert_layouts_equal
+from fp8_harness.watching import compare, watch
 
-__all__ = ["assert_case", "assert_layouts_equal"]
+__all__ = ["assert_case", "assert_layouts_equal", "compare", "watch"]

@@ -16,6 +16,14 @@ def fp8_ranks() -> Callable[..., list[Any]]:
     return run_on_ranks
 
 
+@pytest.fixture(scope="session")
+def fp8_watch() -> Callable[..., Any]:
+    """Return `watch(model, optimizer)`, a context that records what a model does."""
+    from fp8_harness.watching import watch
+
+    return watch
+
+
 def pytest_unconfigure() -> None:
     """End the ranks that tests of this process have started, if they have."""
     import sys

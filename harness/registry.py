@@ -39,9 +39,11 @@ _HOMES: Mapping[str, str] = {
     "torchtitan_0_3": "torchtitan",
     "bug files": "bugs",
     "catalogue of faults": "faults",
+    "compare records": "exec",
     "configurations": "bugs",
     "mutation testing": "faults",
     "planted faults": "faults",
+    "watch a model": "exec",
 }
 
 

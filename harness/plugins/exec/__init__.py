@@ -7,4 +7,8 @@ PLUGIN = Plugin(
     summary="scripts and tests that expect GPUs, on CPU ranks",
     commands={"exec": "harness.plugins.exec.commands:exec_command"},
     section="Bugs and trainers",
+    answers={
+        "watch a model": "harness.plugins.exec.worker.watch:watching",
+        "compare records": "harness.plugins.exec.judge:compare",
+    },
 )

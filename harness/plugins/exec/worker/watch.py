@@ -37,6 +37,7 @@ from harness.worker.tensors.names import mark_owned
 from harness.worker.tensors.places import local_shard
 from harness.worker.tensors.reduction import reducing_once, squared_norm_share
 from harness.worker.training.train import software
+from harness.worker.virtual.device import install as install_virtual
 
 NO_FORWARD = "no module was called whose parameters its optimizer has"
 NO_STEP = "no step of its optimizer ended"
@@ -373,7 +374,9 @@ def watching(model: nn.Module, optimizer: Optimizer, *, steps: int = 3) -> Itera
     """Record the first steps of a model in a running job, on the device where its parameters are."""
     device, watched = next(model.parameters()).device, Watched()
     install_hooks(compiled=False)
-    watcher = Watcher(steps=steps, arithmetic="kernel" if device.type == "cuda" else "exact", device=device)
+    virtual = install_virtual(compiled=False) if device.type == "cpu" else ()
+    arithmetic: Arithmetic = "kernel" if device.type == "cuda" else "exact"
+    watcher = Watcher(steps=steps, virtual=virtual, arithmetic=arithmetic, device=device)
     watcher.install()
     try:
         watcher.watch(model, optimizer)
