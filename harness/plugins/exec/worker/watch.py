@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
-from torch.nn.modules import module as of_all_modules
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from harness.matrix.case import Case
@@ -261,8 +260,8 @@ class Watcher:
         first = not self._optimizers
         self._optimizers.append(weakref.ref(optimizer))
         if first and self.trace is None:
-            before = of_all_modules.register_module_forward_pre_hook(self._enter)
-            after = of_all_modules.register_module_forward_hook(self._leave, always_call=True)
+            before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+            after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
             self._search.callback(before.remove)
             self._search.callback(after.remove)
 
