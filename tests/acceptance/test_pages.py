@@ -35,7 +35,7 @@ PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("plugins/*.md")])
 WALKED = {"plugins/gpu.md", "index.md", "your-own-trainer.md", "plugins/bugs.md", "reading-a-report.md"}
 HERE = ("concepts.md", "tolerances.md", "ci.md", "versions.md", "plugins/release.md", "plugins/predict.md")
 # Commands that need a cluster, a container or real ranks: understood, and run by tests of their own.
-ELSEWHERE = ("platforms.md", "on-a-cluster.md", "plugins/parity.md", "for-torchtitan.md", "for-torchao.md")
+ELSEWHERE = ("exec.md", "platforms.md", "on-a-cluster.md", "plugins/parity.md", "for-torchtitan.md", "for-torchao.md")
 BY_NIGHT = ("index.md", "your-own-trainer.md", "plugins/bugs.md")  # walked by tests with the mark `sweep`
 
 # Commands that are understood only, and why they are not run here.
