@@ -234,7 +234,7 @@ def _answers(shown: Pretended) -> dict[str, Any]:
         "manual_seed_all": lambda seed: torch.default_generator.manual_seed(int(seed)) and None,
         "seed": lambda: torch.default_generator.seed() and None,
         "seed_all": lambda: torch.default_generator.seed() and None,
-        "initial_seed": torch.default_generator.initial_seed,
+        "initial_seed": lambda: torch.default_generator.initial_seed(),  # noqa: PLW0108  Dynamo knows the method
         "get_rng_state": lambda device="cuda": torch.default_generator.get_state(),
         "set_rng_state": lambda new_state, device="cuda": torch.default_generator.set_state(new_state) and None,
         "get_rng_state_all": lambda: [torch.default_generator.get_state()] * shown.count,

@@ -6,6 +6,7 @@ a file in the folder of the run, so that groups of one name may follow one anoth
 """
 
 import contextlib
+import importlib
 import os
 import uuid
 from collections.abc import Iterator
@@ -92,6 +93,7 @@ def install(folder: Path) -> None:
 
     whole.barrier = barrier
     _meshes_on_cpu()
+    _fsdp_on_cpu()
 
 
 def _meshes_on_cpu() -> None:
@@ -124,3 +126,15 @@ class _Shards:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed + int(shard))
             yield
+
+
+def _fsdp_on_cpu() -> None:
+    """FSDP1 compares where parameters are with the GPU that it computes on."""
+    init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    stock = init._get_compute_device
+
+    def on_the_cpu(*args: Any, **given: Any) -> Any:
+        stock(*args, **given)  # it checks what it is given
+        return CPU
+
+    init._get_compute_device = on_the_cpu
