@@ -19,7 +19,7 @@ TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan-0.3 transformers versions lint format docs clean
+.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan-0.3 transformers versions torchao-tests lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end on the CPU and print the verdict table
 	$(BIN)/fp8-harness run smoke --device cpu
@@ -72,6 +72,17 @@ $(VERSIONS): torch-%: .venv-torch-%/.ready  ## as `make torch-2.15`
 	.venv-torch-$*/bin/python $(INSTALL) -c .venv-torch-$*/constraints.txt -e '.[dev]'
 	touch $@
 
+TORCHAO_VENV := .venv-torchao-tests
+
+torchao-tests: $(TORCHAO_VENV)/.ready  ## torchao's own tests on the virtual device: TORCHAO=a checkout or its unpacked sdist
+	@test -n "$(TORCHAO)" || { echo "give a checkout of torchao: make torchao-tests TORCHAO=../ao" >&2; exit 2; }
+	$(TORCHAO_VENV)/bin/python ci/torchao_tests.py "$(TORCHAO)"
+
+$(TORCHAO_VENV)/.ready: pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv $(TORCHAO_VENV)
+	$(TORCHAO_VENV)/bin/python $(INSTALL) -c ci/constraints.txt -e '.[train,dev]' fire tqdm tabulate
+	touch $@
+
 # The versions of Python of pyproject.toml that are here, by pyenv or on PATH.
 MINORS := 11 12 13 14
 python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.$(1).*/bin/python) $(shell command -v python3.$(1)))
@@ -121,4 +132,4 @@ $(TITAN_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
 	touch $@
 
 clean:
-	rm -rf site $(VENV) $(TITAN_VENV) $(TRANSFORMERS_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TRANSFORMERS_VENV) $(TORCHAO_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
