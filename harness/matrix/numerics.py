@@ -120,10 +120,11 @@ def _recorded_bytes(case: Case) -> int:
 
     Under TP every rank has all of a sum's terms: of the outputs of row-wise linears, of the input gradients of others.
     """
-    features = {fqn: linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)}
-    summed = sum(sizes[any(fqn.endswith(name) for name in ROWWISE)] for fqn, sizes in features.items())
+    names = [linear_name(fqn) for fqn in linear_fqns(case)]
+    features = [linear_features(case, name) for name in names]
+    summed = sum(sizes[name in ROWWISE] for name, sizes in zip(names, features, strict=True))
     between = (4 * case.model.shape.layers + 3) * case.model.shape.dim  # norms, and the embedding
-    width = 2 * (sum(map(sum, features.values())) + between) + (case.layout.tp - 1) * summed
+    width = 2 * (sum(map(sum, features)) + between) + (case.layout.tp - 1) * summed
     return 2 * 4 * parameter_count(case) + ITEM_BYTES[case.train.dtype] * case.train.tokens * width
 
 
