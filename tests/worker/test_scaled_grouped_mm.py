@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.worker.virtual import device, mxfp8
+from harness.worker.virtual.scaled_rules import GPU
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -127,16 +128,18 @@ def refusal(*args, **others) -> str:
 def test_what_a_gpu_refuses_is_refused_with_its_words():
     x, w, ends = float8(32, 32), float8(2, 48, 32).transpose(-2, -1), ends_of([16, 16])
     of_x, of_w = scales(32), scales(2, 48)
-    assert "E4M3" in refusal(x.to(torch.float8_e5m2), w, of_x, of_w, ends)
-    assert "row major" in refusal(x.t().contiguous().t(), w, of_x, of_w, ends)
-    assert "column major" in refusal(x, w.contiguous(), of_x, of_w, ends)
-    assert "to have 32 elements" in refusal(x, w, of_x[:16], of_w, ends)
-    assert "batch dimension to be 2" in refusal(x, w, of_x, of_w[:1], ends)
-    assert "float8_e8m0fnu" in refusal(x, w, of_x.double(), of_w.double(), ends)
-    assert "int32" in refusal(x, w, of_x, of_w, ends.long())
-    assert "Offsets tensor not provided" in refusal(x, w, of_x, of_w)
-    assert "must be torch.bfloat16" in refusal(x, w, of_x, of_w, ends, out_dtype=torch.float32)
-    assert "Bias" in refusal(x, w, of_x, of_w, ends, bias=of_x)
+    assert "mat_a to be Float8_e4m3 matrix got Float8_e5m2" in refusal(x.to(torch.float8_e5m2), w, of_x, of_w, ends)
+    assert "Expected mat1 to not be transposed" in refusal(x.t().contiguous().t(), w, of_x, of_w, ends)
+    assert "Expected mat2 to be transposed" in refusal(x, w.contiguous(), of_x, of_w, ends)
+    assert "scale must have the same length as mat for arg 0" in refusal(x, w, of_x[:16], of_w, ends)
+    assert "same batch dimension as mat for arg 1" in refusal(x, w, of_x, of_w[:1], ends)
+    assert "scales must both be float8_e8m0fnu tensors" in refusal(x, w, of_x.double(), of_w.double(), ends)
+    assert "Offsets have to be int32" in refusal(x, w, of_x, of_w, ends.long())
+    assert "Have to provide offsets if there is a 2d matrix" in refusal(x, w, of_x, of_w)
+    assert "Only bf16 high precision output" in refusal(x, w, of_x, of_w, ends, out_dtype=torch.float32)
+    assert "Bias not supported yet" in refusal(x, w, of_x, of_w, ends, bias=of_x)
+    assert "matrix batch sizes have to match" in refusal(x, w, of_x, of_w, ends_of([16, 8, 8]))
+    assert "Invalid strides/sizes, got [64, 2]" in refusal(float8(32, 64)[:, ::2], w, of_x, of_w, ends)
     assert "less than tensor size" in refusal(x, w, of_x, of_w, ends_of([16, 32]))
     narrow = float8(2, 40, 32).transpose(-2, -1)
     assert "mat_b shape to be divisible by 16" in refusal(x, narrow, of_x, scales(2, 40), ends)
@@ -147,10 +150,29 @@ def test_what_a_gpu_refuses_is_refused_with_its_words():
     assert "non-negative multiple of 16" in refusal(rows, columns, scales(96), scales(128), ends_of([8, 24]))
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [((8, 9), "only supported on CUDA devices with compute capability = [9.0, 10.0]"), ((9, 0), "is one of SM 10.0")],
+)
+def test_a_gpu_without_the_kernel_refuses_it(gpu, words, monkeypatch):
+    x, w = float8(32, 64), float8(2, 48, 64).transpose(-2, -1)
+    of_x, of_w = torch.ones(384, 4).to(E8M0), torch.ones(2, 512).to(E8M0)
+    monkeypatch.setattr(GPU, "capability", (10, 0))
+    torch._scaled_grouped_mm(x, w, of_x, of_w, ends_of([16, 16]))
+    monkeypatch.setattr(GPU, "capability", gpu)
+    assert words in refusal(x, w, of_x, of_w, ends_of([16, 16]))
+
+
 def test_what_the_kernel_of_blocks_refuses_is_refused():
     x, w = float8(64, 64), float8(2, 32, 64).transpose(-2, -1)
     ones = torch.ones(2, 512, dtype=E8M0)
     assert "2d-2d and 2d-3d" in refusal(float8(2, 32, 64), w, ones, ones)
-    assert "expected mat.shape" in refusal(x, w, ones, ones[:, :256].contiguous(), ends_of([32, 32]))
-    assert "scales end before" in refusal(x, w, ones[:1], ones, ends_of([32, 32]))
-    assert "whole blocks of 32" in refusal(x, x.t(), ones, ones, ends_of([16, 48]))
+    few, many = torch.ones(64, 4, dtype=E8M0), torch.ones(128, 8, dtype=E8M0)
+    assert "must have scale shape (2,4,128) for arg 1, got: 2, 256" in refusal(
+        x, w, few, ones[:, :256].contiguous(), ends_of([32, 32])
+    )
+    assert "arg 0 tensor shape (64, 64) must have scale.shape[0] >= 64" in refusal(
+        x, w, ones[:1], ones, ends_of([32, 32])
+    )
+    assert "scales end before" in refusal(x, w, few, ones, ends_of([32, 32]))
+    assert "whole blocks of 32" in refusal(x, x.t(), many, many, ends_of([16, 48]))

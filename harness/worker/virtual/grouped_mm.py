@@ -18,8 +18,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.matrix.recipes import BLOCK
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.virtual.grouped_rules import E8M0, refusals
 from harness.worker.virtual.scaled_mm import block_product, operand
-from harness.worker.virtual.scaled_rules import Operand
+from harness.worker.virtual.scaled_rules import GPU, Operand
 
 Tensor = torch.Tensor
 _BITS = 18  # of a slice: sums of 2**17 products of two are exact in float64
@@ -119,9 +120,8 @@ def _slices(rest: Tensor, dim: int) -> Iterator[Tensor]:
         rest = rest - part
 
 
-_E8M0 = torch.float8_e8m0fnu
 _ROWS = (ScalingType.RowWise.value, torch.float32)  # a recipe, and the dtype of its scales
-_BLOCKS = (ScalingType.BlockWise1x32.value, _E8M0)
+_BLOCKS = (ScalingType.BlockWise1x32.value, E8M0)
 
 
 def scaled_grouped_mm(
@@ -141,11 +141,13 @@ def scaled_grouped_mm(
     `scaled_mm.unswizzled` group behind group, each padded to blocks of 128 by 4.
     """
     given = (a, b, scale_a, scale_b, offs, bias, scale_result)
-    shape = _require_allowed(tuple(None if tensor is None else operand(tensor) for tensor in given), out_dtype)
+    _require_allowed(tuple(None if tensor is None else operand(tensor) for tensor in given), out_dtype, GPU.capability)
     require_offsets(a, b, offs)
+    count = () if a.dim() != b.dim() else (a.shape[0] if offs is None else len(offs),)
+    shape = (*count, a.shape[-2], b.shape[-1])
     out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=a.device)
     parts = groups(a, b, offs, out)
-    if scale_a.dtype == _E8M0:
+    if scale_a.dtype == E8M0:
         products = _in_blocks(parts, scale_a, scale_b)
     elif a.dim() == b.dim() == 2:
         products = _in_rows(parts, scale_a.view(-1, a.shape[0]), scale_b.view(-1, b.shape[1]))
@@ -186,26 +188,12 @@ def _padded(rows: Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _require_allowed(given: tuple[Operand | None, ...], out_dtype: torch.dtype | None) -> torch.Size:
-    """Return the shape of the result, where torch has one. Source: aten/src/ATen/native/cuda/GroupedBlas.cpp."""
-    meta = [
-        None
-        if description is None
-        else torch.empty_strided(description.shape, description.stride, dtype=description.dtype, device="meta")
-        for description in given
-    ]
-    a, b, *others = meta
-    assert a is not None and b is not None
-    result: Tensor = torch.ops.aten._scaled_grouped_mm.default(a, b, *others, out_dtype)
-    if a.shape[-1] % 16:
-        raise ValueError(
-            f"Expected trailing dimension of mat_a to be divisible by 16 but got mat1 shape: ({[*a.shape]})."
-        )
-    if b.shape[-2] % 16 or b.shape[-1] % 16:
-        raise ValueError(f"Expected mat_b shape to be divisible by 16 but got mat_b shape: ({[*b.shape]}).")
-    if others[0] is not None and others[0].dtype == _E8M0 and a.dim() == 3:
-        raise ValueError("MXFP8 grouped GEMM currently only supports 2d-2d and 2d-3d cases")
-    return result.shape
+def _require_allowed(
+    given: tuple[Operand | None, ...], out_dtype: torch.dtype | None, capability: tuple[int, int] | None
+) -> None:
+    refused = next(refusals(given, out_dtype, capability), None)
+    if refused is not None:
+        raise refused.error(refused.text)
 
 
 def scaled_grouped_mm_v2(

@@ -70,7 +70,7 @@ _NAMES = {
 }
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 
@@ -152,7 +152,7 @@ def _no_scaling(given: Signature) -> str:
     rows, slices, columns = _times(m, 128), _times(k, 128), _times(n, 128)
     fp4_a, fp4_b = (_times(side, 128) * 128 * _times(_times(2 * k, 16), 4) * 4 for side in (m, n))
     seen = [
-        f"{name}.dtype()={_name(matrix.dtype)}, scale_{name}.dtype()={_name(scale.dtype)}, "
+        f"{name}.dtype()={name_of(matrix.dtype)}, scale_{name}.dtype()={name_of(scale.dtype)}, "
         f"scale_{name}.size()={[*scale.shape]}{joint}scale_{name}.stride()={[*scale.stride]}"
         for name, matrix, scale, joint in (("a", given.a, given.scale_a, ", "), ("b", given.b, given.scale_b, " and "))
     ]
@@ -186,10 +186,10 @@ def _of_bias(bias: torch.dtype, out: torch.dtype) -> Iterator[Refusal]:
     if out == torch.float32:
         yield Refusal("Bias is not supported when out_dtype is set to Float32")
     if bias not in (torch.bfloat16, torch.float16):
-        yield Refusal(f"Bias must be BFloat16 or Half, but got {_name(bias)}")
+        yield Refusal(f"Bias must be BFloat16 or Half, but got {name_of(bias)}")
     for dtype, word in ((torch.bfloat16, "BFloat16"), (torch.float16, "Float16")):
         if out == dtype != bias:
-            yield Refusal(f"Bias must be {word} to compute {_name(out)} output, but got {_name(bias)}")
+            yield Refusal(f"Bias must be {word} to compute {name_of(out)} output, but got {name_of(bias)}")
 
 
 def _of_kernels(given: Signature, capability: tuple[int, int] | None) -> Iterator[Refusal]:
