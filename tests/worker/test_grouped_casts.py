@@ -206,6 +206,26 @@ def test_sizes_that_a_gpu_refuses_are_refused():
         trained(MXFP8TrainingOpConfig(pad_token_groups_for_grouped_mm=True), (100, 28))
 
 
+def test_columns_in_blocks_have_the_bits_of_the_reference():
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    source = torch.randn(128, 256).bfloat16()
+    data, scale = cast("mxfp8_quantize_2d_32x1_cutedsl", source)
+    data_of_t, scale_of_t = mxfp8.reference_cast(source.t(), "rceil")
+    assert same(data, data_of_t.t()) and data.is_contiguous() and same(scale, to_blocked(scale_of_t))
+
+
+@pytest.mark.parametrize("columns", [1, 32])
+def test_experts_are_cast_in_blocks_of_both_shapes(columns):
+    source = torch.randn(2, 64, 32).bfloat16()
+    data, scale = cast("mxfp8_quantize_3d_cutedsl", source, 32, 32, columns, "floor", 2, False)
+    shared = scale.float().repeat_interleave(32, 1).repeat_interleave(columns, 2)
+    amax = source.float().abs().unflatten(1, (2, 32)).amax(2)
+    wanted = amax if columns == 1 else amax.amax(-1, keepdim=True)
+    assert torch.equal(scale.float(), torch.exp2(torch.floor(torch.log2(wanted)) - 8))
+    assert (data.float() * shared - source.float()).abs().max() <= source.float().abs().max() / 16
+
+
 @settings(max_examples=20)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), behind=st.integers(0, 40))
 def test_padded_groups_start_aligned_and_come_back(sizes, behind):

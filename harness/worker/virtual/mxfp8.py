@@ -25,6 +25,7 @@ from harness.worker.process.process import PROCESS
 
 Body = Callable[..., None]
 E4M3 = torch.float8_e4m3fn
+E8M0 = torch.float8_e8m0fnu
 
 
 def reference_cast(source: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +118,7 @@ def _triton(unused: dict[str, Body]) -> dict[str, types.ModuleType]:
     return {module.__name__: module for module in (triton, triton.language)}
 
 
-def _operator(name: str, **_: Any) -> Callable[[Callable[..., Any]], Any]:
+def operator_of_triton(name: str, **_: Any) -> Callable[[Callable[..., Any]], Any]:
     """`triton_op`: an operator whose fake kernel is its own code, which launches nothing for fake tensors."""
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -138,13 +139,18 @@ class _Kernel:
         return self
 
     def __call__(self, *args: Any, **named: Any) -> None:
-        from torch._subclasses.fake_tensor import is_fake
-
-        if any(is_fake(tensor) for tensor in (*args, *named.values()) if isinstance(tensor, torch.Tensor)):
+        if any_is_fake(*args, *named.values()):
             return
         if self._body is None:
             raise NotImplementedError(f"the virtual device has no body for the kernel {self._name} of torchao")
         self._body(**self._signature.bind_partial(*args, **named).arguments)
+
+
+def any_is_fake(*values: object) -> bool:
+    """Return whether a kernel has nothing to compute."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return any(is_fake(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def _yes(*_: object) -> bool:
@@ -157,15 +163,16 @@ _PRETENDED: Mapping[str, object] = {
     "torch.utils._triton.has_triton": _yes,
     "torchao.utils.is_sm_at_least_100": _yes,
     "torchao.utils.is_cuda_version_at_least": _yes,
-    "torch.library.triton_op": _operator,
+    "torch.library.triton_op": operator_of_triton,
     "torch.library.wrap_triton": lambda kernel: kernel,
 }
 
 
 Tensor = torch.Tensor
-_PACKAGE = "torchao.prototype.moe_training"
-_QUANT = f"{_PACKAGE}.kernels.mxfp8.quant"
-_PROBES = tuple(f"{_PACKAGE}.kernels.mxfp8.{name}" for name in ("cute_utils", "flydsl_utils"))
+PACKAGE = "torchao.prototype.moe_training"
+_QUANT = f"{PACKAGE}.kernels.mxfp8.quant"
+CUTE_PROBE = f"{PACKAGE}.kernels.mxfp8.cute_utils"
+PROBES = (CUTE_PROBE, f"{PACKAGE}.kernels.mxfp8.flydsl_utils")
 
 
 def install_for_experts() -> torch.library.Library:
@@ -173,11 +180,16 @@ def install_for_experts() -> torch.library.Library:
 
     Returns what must be kept, or torch drops the kernels. Raises RuntimeError where torchao has other kernels.
     """
+    library = bodies_of_cuda()
+    with pretended_gpu(EXPERT_BODIES, available=PROBES):
+        importlib.import_module(PACKAGE)
+    return library
+
+
+def bodies_of_cuda() -> torch.library.Library:
+    """Give a CPU what torchao has for CUDA alone, before it is imported; return what must be kept."""
     library = torch.library.Library("torchao", "IMPL")
-    for key in ("CUDA", "CPU"):  # torchao asks for the kernel of CUDA before it defines what else is behind it
-        library.impl("mx_block_rearrange_2d_M_groups", _blocked_rows, key)
-    with pretended_gpu(EXPERT_BODIES, available=_PROBES):
-        importlib.import_module(_PACKAGE)
+    library.impl("mx_block_rearrange_2d_M_groups", _blocked_rows, "CUDA")  # torchao looks for this one
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "CPU")
     return library
@@ -240,12 +252,8 @@ def _rows(offsets: Tensor) -> Iterator[slice]:
     return (slice(*ends) for ends in pairwise([0, *offsets.tolist()]))
 
 
-def _quantize_rows(
-    x: Tensor, block_size: int = 32, scaling_mode: str = "rceil", stage_count: int = 2, offs: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the kernel of `mxfp8_quantize_2d_1x32_cutedsl`, with what it asserts of sizes."""
-    from torchao.prototype.mx_formats.utils import to_blocked
-
+def _require_sizes(x: Tensor, block_size: int, offs: Tensor | None) -> None:
+    """Raise what the kernels of CuTe assert."""
     assert x.dtype in (torch.float32, torch.bfloat16), "Input tensor must be float32 or bfloat16"
     assert block_size == 32, "Only block_size=32 is supported"
     assert x.shape[1] % 128 == 0, "K must be divisible by 128"
@@ -255,25 +263,58 @@ def _quantize_rows(
         assert offs.dim() == 1, "offs must be 1D tensor"
         if any((rows.stop - rows.start) % 128 for rows in _rows(offs)):
             raise RuntimeError("Group sizes must be multiples of 128")
+
+
+def _quantize_rows(
+    x: Tensor, block_size: int = 32, scaling_mode: str = "rceil", stage_count: int = 2, offs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the kernel of `mxfp8_quantize_2d_1x32_cutedsl`, with what it asserts of sizes."""
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    _require_sizes(x, block_size, offs)
     data, scale = reference_cast(x, scaling_mode)
     return data, to_blocked(scale).view(x.shape[0], -1)
 
 
-def _quantize_experts(
+def _quantize_columns_in_blocks(
     x: Tensor,
     block_size: int = 32,
-    scale_block_dim1: int = 32,
-    scale_block_dim2: int = 1,
     scaling_mode: str = "rceil",
     stage_count: int = 2,
     blocked_scale_output: bool = True,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of `mxfp8_quantize_3d_cutedsl`: the cast of [experts, n, k] along n, with the strides of its fake."""
-    if (block_size, scale_block_dim1, scale_block_dim2, blocked_scale_output) != (32, 32, 1, True):
-        raise NotImplementedError("the virtual device casts weights as torchao 0.18 does: along the second dim")
+    """Return the kernel of `mxfp8_quantize_2d_32x1_cutedsl`: the cast along the first dim, with data row by row."""
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    _require_sizes(x, block_size, offs)
+    data, scale = reference_cast(x.t(), scaling_mode)
+    return data.t().contiguous(), to_blocked(scale) if blocked_scale_output else scale
+
+
+def _quantize_experts(x: Tensor, block_size: int = 32, *given: Any) -> tuple[Tensor, Tensor]:
+    """Return the kernel of `mxfp8_quantize_3d_cutedsl`, which torchao has a reference of."""
     assert x.dtype in (torch.float32, torch.bfloat16), "Input tensor must be float32 or bfloat16"
-    data, scale = reference_cast(x.transpose(-2, -1), scaling_mode)
-    return data.transpose(-2, -1), _quant().torch_to_blocked_per_group_3d(scale)
+    names = ("scale_block_dim1", "scale_block_dim2", "scaling_mode", "stage_count", "blocked_scale_output")
+    asked = dict(zip(names, (32, 1, "rceil", 2, True), strict=True)) | dict(zip(names, given, strict=False))
+    del asked["stage_count"]
+    is_blocked, asked["blocked_scale_output"] = asked["blocked_scale_output"], False
+    data, scale = _quant()._mxfp8_quantize_reference_3d(x, block_size=block_size, **asked)
+    columns = asked["scale_block_dim2"]
+    scale = scale.reshape(
+        len(x), -1, x.shape[2] // columns
+    )  # the reference leaves a dim of one behind blocks of 32 x 32
+    return data, _quant()._to_blocked_per_group_3d_layout(scale, scale_block_dim2=columns) if is_blocked else scale
+
+
+def _quantize_columns(
+    source: torch.Tensor, rowwise: bool, colwise: bool, block_x: int, block_y: int, dtype: str, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel of `torchao::mxfp8_quantize`: the cast along the first dim, with the strides of its fake kernel."""
+    if (rowwise, colwise, block_x, block_y, dtype) != (False, True, 1, 32, "e4m3"):
+        raise NotImplementedError("the virtual device casts as torchao 0.18 does: columns in blocks of 32, to e4m3")
+    data, scale = reference_cast(source.t(), mode)
+    return source.new_empty(0, dtype=E4M3), data.t(), source.new_empty(0, dtype=E8M0), scale.t().contiguous().t()
 
 
 def _blocked_rows(scales_tensor: Tensor, input_offsets: Tensor, chunks_per_tb: int) -> Tensor:
@@ -316,15 +357,17 @@ EXPERT_BODIES: dict[str, Body] = {
     "triton_scale_swizzle_2d_K_groups": _blocked_columns,
 }
 _KERNELS: dict[str, Callable[..., object]] = {
+    "mxfp8_quantize": _quantize_columns,
+    "mx_block_rearrange_2d_M_groups": _blocked_rows,
     "mxfp8_quantize_2d_1x32_cutedsl": _quantize_rows,
+    "mxfp8_quantize_2d_32x1_cutedsl": _quantize_columns_in_blocks,
     "mxfp8_quantize_3d_cutedsl": _quantize_experts,
     "fused_pad_token_groups": _pad,
     "fused_unpad_token_groups": _unpad,
 }
 
 
-_CASTS = "torchao.prototype.mx_formats.kernels"
-E8M0 = torch.float8_e8m0fnu
+CASTS = "torchao.prototype.mx_formats.kernels"
 _EXPERTS = "grouped_casts"  # the last that is installed
 
 
@@ -342,11 +385,10 @@ def install() -> None:
     """
     if PROCESS.has(_EXPERTS):
         return
-    if _CASTS in sys.modules:
-        raise RuntimeError(f"{_CASTS} was imported before the virtual device. Fix: import it in `build`, or later.")
-    with pretended_gpu(_BODIES):
-        importlib.import_module(_CASTS)
-    torch.library.impl("torchao::mxfp8_quantize", "CPU", _quantize)
+    if CASTS in sys.modules:
+        raise RuntimeError(f"{CASTS} was imported before the virtual device. Fix: import it in `build`, or later.")
+    with pretended_gpu(BODIES):
+        importlib.import_module(CASTS)
     PROCESS.keep("mxfp8")
     PROCESS.keep(_EXPERTS, install_for_experts())
 
@@ -369,17 +411,7 @@ def _swizzle(*, scale_ptr: torch.Tensor, output_ptr: torch.Tensor, **given: Any)
     output_ptr.view(-1).copy_(to_blocked(scale_ptr[: given["scale_rows"], : given["scale_cols"]]))
 
 
-def _quantize(
-    source: torch.Tensor, rowwise: bool, colwise: bool, block_x: int, block_y: int, dtype: str, mode: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The kernel of `torchao::mxfp8_quantize`: the cast along the first dim, with the strides of its fake kernel."""
-    if (rowwise, colwise, block_x, block_y, dtype) != (False, True, 1, 32, "e4m3"):
-        raise NotImplementedError("the virtual device casts as torchao 0.18 does: columns in blocks of 32, to e4m3")
-    data, scale = reference_cast(source.t(), mode)
-    return source.new_empty(0, dtype=E4M3), data.t(), source.new_empty(0, dtype=E8M0), scale.t().contiguous().t()
-
-
-_BODIES: dict[str, Callable[..., None]] = {
+BODIES: dict[str, Callable[..., None]] = {
     "to_mxfp8_dim0_kernel": _cast_rows,
     "to_mxfp8_dim1_kernel": _cast_columns,
     "triton_scale_swizzle": _swizzle,

@@ -6,8 +6,6 @@ or refused: nothing is computed otherwise than a GPU would.
 """
 
 import collections
-import importlib.abc
-import importlib.util
 import os
 import sys
 import time
@@ -21,6 +19,7 @@ import torch
 from harness.errors import HarnessError
 from harness.plugins.exec.request import Gpu
 from harness.plugins.exec.worker import places
+from harness.plugins.exec.worker.imports import after_import
 from harness.plugins.exec.worker.script import ENDING, line_of_frame
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -282,7 +281,7 @@ def install(gpu: Gpu, count: int) -> Pretended:
     _nvtx()
     places.install(note)
     _compiler()
-    _extensions()
+    after_import("torch.utils.cpp_extension", _refuse_to_build)
     return shown
 
 
@@ -334,24 +333,10 @@ def _compiler() -> None:
     inductor.__call__ = compiled
 
 
-class _Extensions(importlib.abc.MetaPathFinder):
-    """Refuses to build CUDA code when the module that builds it is imported, which takes long."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch.utils.cpp_extension":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def with_refusals(module: Any) -> None:
-            execute(module)
-            for kind in ("load", "load_inline", "CUDAExtension"):
-                stock = getattr(module, kind)
-                setattr(module, kind, _without_cuda(f"{name}.{kind}", stock))
-
-        spec.loader.exec_module = with_refusals
-        return spec
+def _refuse_to_build(module: Any) -> None:
+    """Refuse to build CUDA code, of `torch.utils.cpp_extension`."""
+    for kind in ("load", "load_inline", "CUDAExtension"):
+        setattr(module, kind, _without_cuda(f"{module.__name__}.{kind}", getattr(module, kind)))
 
 
 def _without_cuda(name: str, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,7 +349,3 @@ def _without_cuda(name: str, build: Callable[..., Any]) -> Callable[..., Any]:
         return (refuse if cuda else build)(*args, **given)
 
     return checked
-
-
-def _extensions() -> None:
-    sys.meta_path.insert(0, _Extensions())

@@ -17,6 +17,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.plugins.exec.request import REFUSED, REQUEST, ExecRequest
 from harness.plugins.exec.worker import script
+from harness.plugins.exec.worker.imports import has_interpreter
 
 STACKS = signal.SIGRTMAX  # asks a process for its stacks: no script uses it
 _OF_MANY = 4  # GPUs that are shown to tests, which say themselves how many ranks they start
@@ -33,18 +34,20 @@ def run(folder: Path, command: Sequence[str] = ()) -> None:
 
 
 def _install(request: ExecRequest, folder: Path) -> None:
+    os.environ["TRITON_INTERPRET"] = str(int(has_interpreter()))  # Triton asks it when it is imported
     logging.disable(logging.WARNING)  # of kernels that torchao cannot load here
     import torch
     import torchao.float8  # noqa: F401  before it is shown a GPU, at which it would look for kernels
 
     logging.disable(logging.NOTSET)
 
-    from harness.plugins.exec.worker import gpu, groups, launch
+    from harness.plugins.exec.worker import gpu, groups, kernels, launch
     from harness.worker.virtual import device
 
     torch.set_num_threads(1)  # ranks are forks, and a process with threads cannot be forked
     virtual = device.install(compiled=False)
     shown = gpu.install(request.gpu, _count(request))
+    kernels.install(request.gpu.capability)
     groups.install(folder)
     launch.install(request, folder, lambda count: setattr(shown, "count", count))
     from harness.plugins.exec.worker.watch import Watcher
