@@ -72,15 +72,19 @@ $(VERSIONS): torch-%: .venv-torch-%/.ready  ## as `make torch-2.15`
 	.venv-torch-$*/bin/python $(INSTALL) -c .venv-torch-$*/constraints.txt -e '.[dev]'
 	touch $@
 
+# Triton is that of the pinned torch; with ml-dtypes its interpreter runs torchao's kernels. Tests import the others.
 TORCHAO_VENV := .venv-torchao-tests
+TORCHAO_NEEDS := triton==3.7.1 ml-dtypes==0.6.0 fire parameterized tabulate tqdm
 
 torchao-tests: $(TORCHAO_VENV)/.ready  ## torchao's own tests on the virtual device: TORCHAO=a checkout or its unpacked sdist
 	@test -n "$(TORCHAO)" || { echo "give a checkout of torchao: make torchao-tests TORCHAO=../ao" >&2; exit 2; }
-	$(TORCHAO_VENV)/bin/python ci/torchao_tests.py "$(TORCHAO)"
+	$(TORCHAO_VENV)/bin/python -m pytest -q tests/plugins/exec/worker/test_kernels.py
+	$(TORCHAO_VENV)/bin/python ci/torchao_tests.py "$(TORCHAO)" $(if $(RESULTS),--results "$(RESULTS)")
 
 $(TORCHAO_VENV)/.ready: pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(TORCHAO_VENV)
-	$(TORCHAO_VENV)/bin/python $(INSTALL) -c ci/constraints.txt -e '.[train,dev]' fire tqdm tabulate
+	$(if $(TORCH_INDEX),$(TORCHAO_VENV)/bin/python $(INSTALL) -c ci/constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(TORCHAO_VENV)/bin/python $(INSTALL) -c ci/constraints.txt -e '.[train,dev]' $(TORCHAO_NEEDS)
 	touch $@
 
 # The versions of Python of pyproject.toml that are here, by pyenv or on PATH.
