@@ -81,7 +81,7 @@ class Host:
         return f"added comment {self._ask('POST', self.comments, text)['id']}"
 
     def changes_jobs(self) -> bool:
-        """True where a fork changes what runs in the jobs, or so much that GitHub does not list it."""
+        """True if a fork changes what runs in the jobs, or so much that GitHub does not list it."""
         for page in range(1, PAGES + 1) if self.files else ():
             files = self._ask("GET", f"{self.files}?per_page={PAGE}&page={page}")
             names = (name for file in files for name in (file["filename"], file.get("previous_filename", "")))
@@ -114,7 +114,7 @@ def ask(method: str, address: str, headers: Mapping[str, str], body: object = No
 
 
 def github(variables: Mapping[str, str]) -> Host | None:
-    """The pull request of the event; None where there is none. After `workflow_run` the open one of its branch."""
+    """The pull request of the event, or None. After `workflow_run` the open one of its branch."""
     event = json.loads(Path(variables["GITHUB_EVENT_PATH"]).read_text())
     repository = f"{variables['GITHUB_API_URL']}/repos/{variables['GITHUB_REPOSITORY']}"
     headers = {"Authorization": f"Bearer {variables['GITHUB_TOKEN']}", "Accept": "application/vnd.github+json"}
@@ -137,7 +137,7 @@ def github(variables: Mapping[str, str]) -> Host | None:
 
 
 def gitlab(variables: Mapping[str, str]) -> Host | None:
-    """The merge request; None where there is none, or no token: the token of a job cannot write notes."""
+    """The merge request, or None, or no token: the token of a job cannot write notes."""
     if not {"CI_MERGE_REQUEST_IID", "FP8_GITLAB_TOKEN"} <= set(variables):
         return None
     project = f"{variables['CI_API_V4_URL']}/projects/{variables['CI_PROJECT_ID']}"
@@ -154,7 +154,7 @@ def title_of(code: int) -> str:
 def comment(folder: Path, *, head: str, page: str, ended: str = "") -> str:
     """What the pull request shows, with the marker by which it is found again.
 
-    `ended`: how the job did, where that is known: "success", or anything else. HarnessError where the files are not
+    `ended`: how the job did, where that is known: "success", or anything else. HarnessError if the files are not
     what `ci/pull_request.py` writes, or contradict each other or the end of the job.
     """
     outcome = read_json(folder / OUTCOME, Outcome, command="ci/pull_request.py")

@@ -45,7 +45,7 @@ def sources(folder: Path) -> Mapping[Path, str]:
 
 
 def size(folder: Path, *, without: Path | None = None) -> Size:
-    """Return the size of a folder, but for what is below another one."""
+    """Return the size of a folder, except what is below another one."""
     texts = [text for path, text in sources(folder).items() if without is None or not path.is_relative_to(without)]
     return Size(sum(len(text.splitlines()) for text in texts), len(texts))
 
@@ -169,7 +169,7 @@ BUDGETS: Mapping[str, Budget] = {
 
 
 def main() -> int:
-    """Print both tables, and what stands in the way of those that are about imports."""
+    """Print both tables, and what stands like those that are about imports."""
     for room, counted in rooms().items():
         print(f"{room:<30} {counted.lines:>8,} lines {counted.files:>5} files")
     print()

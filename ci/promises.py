@@ -2,7 +2,7 @@
 
     python ci/promises.py                      one small case of every kind
     python ci/promises.py ID ID ...            these cases
-    ATEN_CPU_CAPABILITY=avx2 python ci/promises.py      another kernel of the CPU, under a name of its own
+    ATEN_CPU_CAPABILITY=avx2 python ci/promises.py      another kernel of the CPU, under its own name
 
 Prints every limit of `harness/promises.toml` with its floor, and which are wider than four times that. A case that does
 not pass is no clean run, and is not recorded.
@@ -57,7 +57,7 @@ def read(path: Path = RECORD) -> dict[str, Runs]:
 
 
 def floor(name: str, promise: Promise, record: Mapping[str, Runs]) -> float | None:
-    """Return the largest that clean runs had of a limit; None where nothing was measured."""
+    """Return the largest that clean runs had of a limit; None if nothing was measured."""
     seen = [runs.used[name] * promise.number for runs in record.values() if name in runs.used]
     return max([*seen, *([] if promise.floor is None else [promise.floor])], default=None)
 

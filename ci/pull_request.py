@@ -96,7 +96,7 @@ def _make_project() -> None:
 
 
 def merge_base(revision: str) -> str:
-    """The commit from which HEAD and this revision part. HarnessError where the clone lacks it."""
+    """The commit from which HEAD and this revision part. HarnessError if the clone lacks it."""
     if not revision:
         return ""
     done = subprocess.run(["git", "merge-base", "HEAD", revision], capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ _OF_MODULE = re.compile(r"(?: (?:of|in|at|for)|:)? \{module\}")
 
 
 class Headline(msgspec.Struct, frozen=True):
-    """The three lines, each empty where nothing is known. `is_fix`: `next` is what mends it, and no command."""
+    """The three lines, each empty if nothing is known. `is_fix`: `next` is what mends it, and no command."""
 
     what: str = ""
     why: str = ""
@@ -49,7 +49,7 @@ def headline_of(findings: Sequence[Finding], *, command: str, ranks: int, fixed:
     known, first, whole = [finding for finding in findings if finding.rule == KNOWN], findings[0], f"{command} -v"
     if known:
         shown = findings[len(known) :][:1]
-        why = "".join(f"it shows by {finding.rule}{modules_of(shown)}, as the record says" for finding in shown)
+        why = "".join(f"{finding.rule} fails{modules_of(shown)} as recorded" for finding in shown)
         return Headline(_known(known, fixed=fixed), why, whole if command else "")
     can_shrink = first.judged and first.module is None and ranks > 1 and "bug" in commands()
     following = first.fix or (can_shrink and shrink(command)) or (whole if command else "")

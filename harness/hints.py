@@ -27,7 +27,7 @@ INSTALL_FOR_CPU = "pip install --extra-index-url https://download.pytorch.org/wh
 
 
 def explain_case(case_id: str) -> str:
-    """Describes a case with its rules and recorded faults."""
+    """Describe a case with its rules and recorded faults."""
     return _command("explain", case_id)
 
 
@@ -36,7 +36,7 @@ def list_cases(sources: Sequence[str]) -> str:
 
 
 def run_cases(*words: str, root: str | None = None) -> str:
-    """Runs tiers, files or ids, or repeats the words of an earlier run; --lf or --resume: what is left of the last one.
+    """Run tiers, files or ids, or repeats the words of an earlier run; --lf or --resume: what is left of the last one.
 
     `root` is what was given as --root.
     """
@@ -44,35 +44,35 @@ def run_cases(*words: str, root: str | None = None) -> str:
 
 
 def shrink(command: str) -> str:
-    """Finds the smallest case that fails like the one that a command runs; empty where it lacks an option of it."""
+    """Find the smallest case that fails like the one that a command runs; empty if it lacks an option of it."""
     before, run, words = command.partition(" run ")
     known = all(flag in ("--inject", "--device") for flag in shlex.split(words)[1::2])
     return f"{before} bug shrink {words}" if run and known else ""
 
 
 def compare_runs(first: str, second: str) -> str:
-    """Decides whether the second stored run is as good as the first."""
+    """Decide whether the second stored run is as good as the first."""
     return _command("compare", first, second)
 
 
 def repro_with(case_id: str, package: str, version: str, *words: str) -> str:
-    """Says whether a case fails with a version of a package."""
+    """Say whether a case fails with a version of a package."""
     return _command("bug", "repro", case_id, "--with", f"{package}=={version}", *words)
 
 
 def update_golden(case_id: str, *, device: str, root: Path) -> str:
-    """Makes the golden of a case anew on a device."""
+    """Make the golden of a case anew on a device."""
     return _command(*_root(root), "baseline", "update", case_id, "--device", device, "--reason", "why it changes")
 
 
 def update_signature(case_id: str, *, root: Path) -> str:
-    """Records what a run of a case does, by which later runs are judged."""
+    """Records what a run of a case does, by which later runs are checked."""
     words = ("--signatures", "--device", "cpu", case_id, "--reason", "why it changes")
     return _command(*_root(root), "baseline", "update", *words)
 
 
 def update_missing(kind: str, asked: Sequence[str], *, root: str | None) -> str:
-    """Makes the "goldens" or "signatures" that are not stored; `asked` are the words that selected the cases."""
+    """Make the "goldens" or "signatures" that are not stored; `asked` are the words that selected the cases."""
     option = ("--signatures",) if kind == "signatures" else ()
     words = (*option, *asked, "--missing", "--reason", f"first {kind}")
     return _command(*_given(root), "baseline", "update", *words)
@@ -83,7 +83,7 @@ def choose_tier(file: str) -> str:
 
 
 def fit_costs() -> str:
-    """Measures what the cases of tier pr cost, witnesses included, and stores it."""
+    """Measure what the cases of tier pr cost, references included, and stores it."""
     measure = _command("run", "pr", "--json", "result.json")
     return f"FP8_HARNESS_STATE=$(mktemp -d) {measure} && {_command('dev', 'tier', '--fit', 'result.json')}"
 

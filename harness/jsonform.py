@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 
 def to_json(value: object, *, indent: int = 0) -> bytes:
-    """The value as JSON: on one line, or indented by `indent` spaces per level. Struct fields keep their order."""
+    """Return value as JSON: on one line, or indented by `indent` spaces per level. Struct fields keep their order."""
     flat = msgspec.json.encode(_without_nan(msgspec.to_builtins(value)))
     return msgspec.json.format(flat, indent=indent) if indent else flat
 
@@ -58,7 +58,7 @@ def _one_line(value: object) -> str:
 
 
 def from_json(text: bytes, kind: type[Kind]) -> Kind:
-    """Decodes the output of `to_json`. Raises `msgspec.DecodeError` if it is not a value of this type."""
+    """Decode the output of `to_json`. Raises `msgspec.DecodeError` if it is not a value of this type."""
     return msgspec.json.decode(text, type=kind, strict=False)  # not strict: accepts "NaN" for a float
 
 
@@ -94,7 +94,7 @@ def with_checksum(line: bytes) -> bytes:
 
 
 def check_line(line: bytes) -> None:
-    """Raises `msgspec.ValidationError` where the line is not as it was written."""
+    """Raise `msgspec.ValidationError` where the line is not as it was written."""
     end = _END.fullmatch(line, max(0, len(line) - 20))
     if end is None:
         raise msgspec.ValidationError("it does not end with a checksum: it was cut short, or not written by `run`")

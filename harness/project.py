@@ -36,11 +36,11 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def is_shipped(self) -> bool:
-        """True where nothing is stored: in an installed package, and without a project at or above the folder."""
+        """Return True if nothing is stored: in an installed package, and without a project at or above the folder."""
         return not self.own or self.root == _SHIPPED
 
     def check_writable(self) -> None:
-        """Raises HarnessError where goldens, evidence and chosen cases cannot be stored: in the package."""
+        """Raise HarnessError if goldens, evidence and chosen cases cannot be stored: in the package."""
         if self.is_shipped:
             raise HarnessError(
                 "no project is here or above, and nothing is stored in the package.",
@@ -54,22 +54,22 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def known(self) -> Path:
-        """The file of recorded upstream faults; may not exist."""
+        """Return the file of recorded upstream faults; may not exist."""
         return self.cases / "known.toml"
 
     @property
     def quarantine(self) -> Path:
-        """The file of quarantined cases; may not exist."""
+        """Return the file of quarantined cases; may not exist."""
         return self.cases / "quarantine.toml"
 
     @property
     def shipped(self) -> Path:
-        """The root of the project of the package, in a wheel or in a clone."""
+        """Return the root of the project of the package, in a wheel or in a clone."""
         return own_root()
 
     @property
     def shipped_known(self) -> Path:
-        """The file of recorded upstream faults of the package; may not exist."""
+        """Return the file of recorded upstream faults of the package; may not exist."""
         return self.shipped / "cases" / "known.toml"
 
     @property
@@ -85,17 +85,17 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def own_tiers(self) -> tuple[str, ...]:
-        """The names of the tiers in `cases/` of the project, sorted."""
+        """Return the names of the tiers in `cases/` of the project, sorted."""
         return _tiers_in(self.cases)
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The names of all tiers that can be run here, sorted: the project's and the package's."""
+        """Return the names of all tiers that can be run here, sorted: the project's and the package's."""
         return tuple(sorted({*self.own_tiers, *_tiers_in(self.shipped / "cases")}))
 
     @property
     def bugs(self) -> Path:
-        """The folder of bug files, whose cases are run by its name, like a tier; may not exist."""
+        """Return the folder of bug files, whose cases are run by its name, like a tier; may not exist."""
         return self.cases / "bugs"
 
     def case_file(self, name_or_path: str) -> Path:
@@ -111,7 +111,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         found = self._named(name_or_path)
         if not found:
             raise HarnessError(
-                f"no tier of {self.cases} or of the package, no case id and no FILE.toml.",
+                "this is not a tier, a case id or a .toml file.",
                 where=name_or_path,
                 fix=suggestion(name_or_path, self.tiers) if self.tiers else "add a tier file to cases/.",
             )
@@ -158,7 +158,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             yield
 
     def new_import(self, digest: str) -> Path | None:
-        """Return the file for imported results of this digest; None where they are there. Ask `alone`."""
+        """Return the file for imported results of this digest; None if they are there. Ask `alone`."""
         if any(path.stem.endswith(f"-{digest}") for path in self.imported_runs()):
             return None
         return self._made(self.imported) / f"{self._next_number():08d}-{digest}.jsonl"
@@ -174,8 +174,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return _numbered(self.imported)
 
     def witness_folder(self) -> Path:
-        """Return the folder of stored witness runs; created with the first one."""
-        return self.state / "witnesses"
+        """Return the folder of stored reference runs; created with the first one."""
+        return self.state / "references"
 
     def lease_folder(self) -> Path:
         """Return the folder of device leases, shared by all jobs of this user on this machine; created if needed."""

@@ -1,4 +1,4 @@
-"""Promises: how far each number that is judged may be off, one row of `promises.toml` for each, with its evidence.
+"""Promises: how far each number that is checked may be off, one row of `promises.toml` for each, with its evidence.
 
 Code names a row, and no number. `Limit` is the number with its name; `keeps` compares, and notes how much of it a run
 used. `ci/promises.py` measures again what clean runs use; `tests/unit/test_promises.py` holds rows against that.
@@ -21,7 +21,7 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One limit. `value`: a number, or a product of numbers and powers of two, "3 * 2**-9".
 
     `floor`: the largest that clean runs had, where `ci/promises.py` cannot see it. `evidence`: of which runs, machines
-    and versions, or why nothing was measured. `fault`: the smallest planted one that it is known to find: its name, or
+    and versions, or why nothing was measured. `fault`: the smallest injected one that it is known to find: its name, or
     a test; `no_fault`: why there is none. `wide`: why the limit is wider than four times the floor.
     """
 

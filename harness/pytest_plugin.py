@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Return the tiers of `--fp8-tier` that the project has in place of the package's."""
+    """Return the tiers of `--fp8-tier` that the project has instead of the package's."""
     tiers: list[str] = config.getoption("--fp8-tier")
     return [f"fp8-harness: {sentence}" for sentence in _project(config).replaced_tiers(tiers)] if tiers else []
 
@@ -331,7 +331,7 @@ def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
 
 
 def _ignore_note(text: str) -> None:
-    """Drops notes of the engine: pytest reports cases only."""
+    """Drop notes of the engine: pytest reports cases only."""
 
 
 def _project(config: pytest.Config) -> Project:
@@ -358,7 +358,7 @@ def _plan(config: pytest.Config) -> Plan:
 
 
 def _asked(config: pytest.Config, part: type[Part]) -> Part:
-    """The options of a part of `harness/run_options.py` that pytest was given, without those that are the default."""
+    """Return options of a part of `harness/run_options.py` that pytest was given, without those the default."""
     from harness.run_options import options_of
 
     options = {name: option for name, option in options_of(part).items() if option.pytest_flag}

@@ -82,9 +82,10 @@ class PageSection(msgspec.Struct, frozen=True, kw_only=True):
 class Plugin(msgspec.Struct, frozen=True, kw_only=True):
     """What one plug-in adds. Objects are named as "module:object", and imported when they are used.
 
-    `commands`: by the words behind `fp8-harness`, "predict" or "dev mutate", click commands. `checks`: `Check`s, judged
-    behind those of the core. `injections`: by the prefix of what `--inject` is given, such as "fault:". `sections`: by
-    the option of `show`. `answers`: by the name of a question, what the core or another plug-in asks for.
+    `commands`: by the words behind `fp8-harness`, "predict" or "dev mutate", click commands. `checks`: `Check`s,
+    checked behind those of the core. `injections`: by the prefix of what `--inject` is given, such as "fault:".
+    `sections`: by the option of `show`. `answers`: by the name of a question, what the core or another plug-in asks
+    for.
     """
 
     name: str
@@ -107,7 +108,7 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _loaded(entry: EntryPoint) -> Plugin | None:
-    """Return the plug-in of an entry point; None where its folder was removed."""
+    """Return the plug-in of an entry point; None if its folder was removed."""
     try:
         plugin = entry.load()
     except ModuleNotFoundError as error:
@@ -137,7 +138,7 @@ def load(place: str) -> Any:
 
 
 def commands(group: str = "") -> Mapping[str, tuple[str, str]]:
-    """The commands that plug-ins add to a group, or to the top: by name, the section of the help, and the place."""
+    """Return commands that plug-ins add to a group, or to the top: by name, the section of the help, and the place."""
     added: dict[str, tuple[str, str]] = {}
     for plugin in plugins():
         for words, place in plugin.commands.items():
@@ -165,7 +166,7 @@ def answers(question: str) -> Iterator[Any]:
 
 
 def answer(question: str, *, where: str) -> Any:
-    """What the first plug-in answers. HarnessError, with the plug-in that is needed, where none knows about it."""
+    """Return what the first plug-in answers. HarnessError, with the plug-in needed, where none knows about it."""
     for found in answers(question):
         return found
     raise needed(question, where=where)
@@ -201,10 +202,10 @@ def module_of(target: str) -> str:
 
 
 def is_llama(target: str) -> bool:
-    """True when shapes and names of the model follow from the case. Of any other, what must be seen is found out."""
+    """True if shapes and names of the model follow from the case. Of any other, what must be seen is found out."""
     return target in targets() and targets()[target].llama
 
 
 def computes_on_plain_shards(target: str) -> bool:
-    """Return True when the operands of modules under TP cannot be put together, or compared with those of one rank."""
+    """Return True if the operands of modules under TP cannot be put together, or compared with those of one rank."""
     return target in targets() and targets()[target].plain_shards

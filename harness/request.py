@@ -10,7 +10,7 @@ from harness.trace.model import ModuleShard
 from harness.trace.record import Patch
 
 # What collectives run on: shared memory of one machine, torch's gloo over TCP, or NCCL.
-Fabric = Literal["shared", "gloo", "nccl"]
+Backend = Literal["shared", "gloo", "nccl"]
 # What multiplies float8: torch's own kernel of the device, or the exact one in float64 (`worker/virtual/scaled_mm.py`).
 Arithmetic = Literal["kernel", "exact"]
 
@@ -20,9 +20,9 @@ def default_arithmetic(device: str) -> Arithmetic:
     return "exact" if device == "cpu" else "kernel"
 
 
-def numerics_of(device: str, fabric: Fabric, arithmetic: Arithmetic) -> Numerics:
-    """Return which bits a run on this kind of device, over this fabric and with this arithmetic promises."""
-    return Numerics(in_rank_order=fabric == "shared", same_in_parts=device == "cpu" and arithmetic == "exact")
+def numerics_of(device: str, backend: Backend, arithmetic: Arithmetic) -> Numerics:
+    """Return which bits a run on this kind of device, over this backend and with this arithmetic promises."""
+    return Numerics(in_rank_order=backend == "shared", same_in_parts=device == "cpu" and arithmetic == "exact")
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     case: Case
     device: str = "cpu"  # "cpu" or "cuda"
-    fabric: Fabric = "shared"
+    backend: Backend = "shared"
     arithmetic: Arithmetic = "exact"
     injections: tuple[Patch, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
@@ -65,7 +65,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def numerics(self) -> Numerics:
-        return numerics_of(self.device, self.fabric, self.arithmetic)
+        return numerics_of(self.device, self.backend, self.arithmetic)
 
     @property
     def world_size(self) -> int:
@@ -80,7 +80,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     module: str
     arguments: bytes
-    fabric: Fabric = "shared"
+    backend: Backend = "shared"
     arithmetic: Arithmetic = "exact"
 
 

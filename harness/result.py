@@ -1,6 +1,6 @@
 """The record of a run: its environment, how it started, the result of every case with its numbers, and how it ended.
 
-`store.py` writes each of `RunStart`, `CaseResult` and `RunEnd` as a line of its own; everything that is shown, compared
+`store.py` writes each of `RunStart`, `CaseResult` and `RunEnd` as its own line; everything that is shown, compared
 or merged is read from a `RunResult`. What the ranks recorded in full is not kept.
 """
 
@@ -32,8 +32,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     threads: int = 0  # that this process may use
     limits: str = ""  # environment variables that limit the arithmetic of a CPU
     platform: str = ""  # "Linux x86_64"
-    engine: str = ""
-    fabric: str = ""  # what collectives ran on: "shared", "gloo" or "nccl"
+    launcher: str = ""
+    backend: str = ""  # what collectives ran on: "shared", "gloo" or "nccl"
     arithmetic: str = ""  # "kernel" or "exact" where it is not the usual one of the device
     program: str = ""  # of the ranks
     commit: str = ""  # of the project with the cases; ends in "-dirty" where tracked files differ from it
@@ -47,12 +47,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def short_commit(self) -> str:
-        """The first characters of the commit, with "+" where tracked files differ from it; empty without git."""
+        """Return the first characters of the commit, with "+" where tracked files differ from it; empty without git."""
         commit, dirty, _ = self.commit.partition("-dirty")
         return "" if commit == "unknown" else f"{commit[:9]}{'+' if dirty else ''}"
 
     def differences(self, other: Self) -> tuple[str, ...]:
-        """Return what differs, each as "torch 2.12.0 -> 2.13.0"; empty where nothing does."""
+        """Return what differs, each as "torch 2.12.0 -> 2.13.0"; empty if nothing does."""
         mine, others = self.words, other.words
         return changed_facts(mine, others, dict.fromkeys((*mine, *others)))
 
@@ -90,7 +90,7 @@ class CastRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def lost(self) -> float:
-        """The share of elements that lost their value; infinite where it is not known."""
+        """Return the share of elements that lost their value; infinite where it is not known."""
         lost = self.saturated + self.flushed
         return math.inf if math.isnan(lost) else lost
 
@@ -126,7 +126,7 @@ def _sums(words: Iterable[tuple[str, int, int]]) -> Mapping[str, tuple[int, int]
 
 
 class Speedup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much faster a case trains than its BF16 twin: paired ratios of seconds, with their 95 % interval.
+    """How much faster a case trains than its BF16 counterpart: paired ratios of seconds, with their 95 % interval.
 
     Tokens a second are of one device, in the median pair.
     """
@@ -141,7 +141,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class WorstGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gradient that is furthest from one rank's, relative to its norm, and how far it may be."""
+    """The gradient that is furthest from the reference's, relative to its norm, and how far it may be."""
 
     fqn: str
     step: int  # 1-based
@@ -171,7 +171,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wire_bytes(self) -> int | None:
-        """Inputs of all collectives of all ranks and steps; None where none were recorded."""
+        """Return inputs of all collectives of all ranks and steps; None if none were recorded."""
         return sum(sent.payload_bytes for sent in self.wire.values()) if self.wire else None
 
 
@@ -185,17 +185,17 @@ class Measured(Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
     worst_gradient: WorstGradient | None = None
     same_bits: bool | None = None  # every gradient and updated parameter has those of one rank; None: not compared
-    expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty where it does not apply
+    expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty if it does not apply
     expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
-    expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits
+    expected_saved_bytes: int | None = None  # by the formula, or None, or where it gives only limits
     casts: tuple[CastRange, ...] = ()
-    cast_calls: int | None = None  # casts of all ranks and steps, by linears; None where compiled code casts
-    expected_cast_calls: int | None = None  # by the formula; None where it does not apply
+    cast_calls: int | None = None  # casts of all ranks and steps, by linears; None if compiled code casts
+    expected_cast_calls: int | None = None  # by the formula; None if it does not apply
     peak_memory_bytes: int | None = None  # of the rank with most. CUDA: allocator; CPU: growth of the resident set
     step_s: tuple[float, ...] = ()  # of every step, of the slowest rank, with all that probes take
 
 
-SCHEMA: Literal[4] = 4
+SCHEMA: Literal[5] = 5
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +210,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WithFix(msgspec.Struct, frozen=True, kw_only=True):
-    """The second run of a case with a recorded fault: with the candidate fixes, judged by every check."""
+    """The second run of a case with a recorded fault: with the candidate fixes, checked by every check."""
 
     fixes: tuple[str, ...]  # "cases/fixes/scattered_rows.py:apply"
     verdict: Verdict
@@ -240,7 +240,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag=
     `argv` is the command line that runs these cases in this way.
     """
 
-    schema: Literal[4] = SCHEMA
+    schema: Literal[5] = SCHEMA
     cases: tuple[str, ...] = ()
     options: RunOptions = RunOptions()
     environment: Environment | None = None
@@ -282,13 +282,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
     checks: tuple[str, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     golden: GoldenSource = ""  # what the losses were compared with
-    golden_losses: tuple[float, ...] = ()  # nats; empty where nothing was compared
+    golden_losses: tuple[float, ...] = ()  # nats; empty if nothing was compared
     derived: tuple[str, ...] = ()
     command: str = ""
-    failure_signature: FailureSignature | None = None  # None where nothing failed, or nothing was found out
-    measured: Measured | None = None  # None where no rank finished
+    failure_signature: FailureSignature | None = None  # None if nothing failed, or nothing was found out
+    measured: Measured | None = None  # None if no rank finished
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
-    quarantined: str = ""  # until when, by whom and why it fails no run; empty where it counts
+    quarantined: str = ""  # until when, by whom and why it fails no run; empty if it counts
     unreleased: str = ""  # the unreleased builds it ran with, "torch 2.16.0.dev20261120"; empty with releases
     place: Place | None = None  # None without GPUs, with --device cuda, and where the case did not run
     run: Run | None = None  # what ranks reported, until it is stored: no line has it
@@ -304,7 +304,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def excused(self) -> bool:
-        """True when it is not good and counts against no run: it is quarantined, or only differs from a formula.
+        """Return True if it is not good and counts against no run: it is quarantined, or only differs from a formula.
 
         The latter with an unreleased build alone: a release can be verified, once for all who use it.
         """
@@ -313,12 +313,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def headline(self) -> str:
-        """The first of the three lines: what is wrong; empty where nothing is."""
+        """Return the first of the three lines: what is wrong; empty if nothing is."""
         return self.three_lines.what
 
     @property
     def three_lines(self) -> Headline:
-        """What is wrong, why we say so and what to do next; empty where nothing is."""
+        """Return what is wrong, why we say so and what to do next; empty if nothing is."""
         fixed = self.with_fix is not None and self.with_fix.verdict is Verdict.PASSED
         return headline_of(self.findings, command=self.command, ranks=self.world_size, fixed=fixed)
 
@@ -329,7 +329,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def cpu_s(self) -> float:
-        """User + system seconds of all ranks and attempts."""
+        """Return user + system seconds of all ranks and attempts."""
         return sum(attempt.cpu_s for attempt in self.attempts)
 
 
@@ -368,17 +368,17 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cpu_s(self) -> float:
-        """User + system seconds of the ranks of all cases, without witnesses."""
+        """Return user + system seconds of the ranks of all cases, without witnesses."""
         return sum(result.cpu_s for result in self.results)
 
     @property
     def totals(self) -> dict[str, int]:
-        """The number of cases of every verdict."""
+        """Return the number of cases of every verdict."""
         return verdict_totals([result.verdict for result in self.results])
 
     @property
     def check_totals(self) -> dict[str, int]:
-        """How many checks were judged over all cases, and how many were not."""
+        """Return how many checks were checked over all cases, and how many were not."""
         return {
             "judged": sum(len(result.checks) for result in self.results),
             "not_judged": sum(len(result.not_judged) for result in self.results),

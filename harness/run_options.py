@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-EngineKind = Literal["zygote", "torchrun", "ray"]
+LauncherKind = Literal["fork", "torchrun", "ray"]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 _NOT_GIVEN: tuple[object, ...] = (None, (), "")
@@ -43,7 +43,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that there are; empty where any is allowed."""
+        """Return the values that there are; empty if any is allowed."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
@@ -56,22 +56,22 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def takes_dash(self) -> bool:
-        """True where "-" stands for stdout."""
+        """Return True if "-" stands for stdout."""
         return self.metavar == "FILE|-"
 
     @property
     def repeatable(self) -> bool:
-        """True where it may be given several times."""
+        """Return True if it may be given several times."""
         return get_origin(self.type) is tuple
 
     @property
     def pytest_flag(self) -> str:
-        """How pytest spells it; empty where it has not got it."""
+        """Return how pytest spells it; empty if it has not got it."""
         return "" if self.pytest else self.flag.replace("--", "--fp8-", 1)
 
     @property
     def shown_default(self) -> str:
-        """The default, for people; empty where the absence of a value is the default."""
+        """Return the default, for people; empty if the absence of a value is the default."""
         return "" if self.default in _NOT_GIVEN or self.default is False else str(self.default)
 
 
@@ -108,11 +108,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None,
         Option(
-            "Where ranks train. auto: each case on the GPUs where they have all that it needs, else on the CPU.",
+            "Where ranks train. auto: each case on GPUs if they support it, else on the CPU.",
             default="auto",
         ),
     ] = None
-    fabric: Annotated[
+    backend: Annotated[
         Literal["auto", "shared", "gloo", "nccl"] | None,
         Option(
             "Transport of collectives. CPU: shared memory, or gloo over TCP, which sums in another order, "
@@ -121,37 +121,35 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             of_run=True,
         ),
     ] = None
-    engine: Annotated[
-        EngineKind | None,
+    launcher: Annotated[
+        LauncherKind | None,
         Option(
-            "zygote: new ranks forked from one process that has imported everything. torchrun: one torchrun "
-            "per case, slower. ray: forked on every node of a Ray cluster.",
-            default="zygote",
+            "fork: from a process that has imported torch. torchrun: one per case, slower. ray: fork on a cluster.",
+            default="fork",
             of_run=True,
         ),
     ] = None
     address: Annotated[
         str | None,
         Option(
-            "The cluster for --engine ray. Default: auto, the cluster of this machine.",
+            "The cluster for --launcher ray. Default: auto, the cluster of this machine.",
             metavar="auto|HOST:PORT",
-            needs=("engine", "ray"),
+            needs=("launcher", "ray"),
             of_run=True,
         ),
     ] = None
     arithmetic: Annotated[
         Literal["kernel", "exact"] | None,
         Option(
-            "What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
-            "results on every device. Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto.",
+            "Float8 matmul: torch's kernel of the device, or the exact one with the same results on every device. "
+            "Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto.",
             of_run=True,
         ),
     ] = None
     timeout_s: Annotated[
         PositiveFloat | None,
         Option(
-            "Seconds per attempt at a case. Default: 120, plus per rank 1 for each step and "
-            "20 to compile a graph or 120 to generate code, and more for large models.",
+            "Seconds per attempt at a case. Default: 120 and more, by ranks, steps, compilation and model size.",
             instead_of="timeout_factor",
             of_run=True,
         ),
@@ -180,7 +178,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def contradictions(self) -> Iterator[tuple[str, str, str]]:
-        """Where options that are given exclude each other or lack another, what is wrong, and the fix."""
+        """Yield where options that are given exclude each other or lack another, what is wrong, and the fix."""
         given = {name: value for name, value in self.as_given.items() if value != option_named(name).default}
         for name in reversed(given):
             option = option_named(name)
@@ -191,7 +189,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 yield f"{option.flag} {given[name]}", f"it is for {needed}.", f"add {needed}."
 
     def besides(self, given: "RunOptions") -> "RunOptions":
-        """These options without those that are given anew, and those that they are given instead of."""
+        """Return these options without those that are given anew, and those that they are given instead of."""
         anew = {field_name for name in given.as_given for field_name in (name, option_named(name).instead_of)}
         return RunOptions(**{name: value for name, value in self.as_given.items() if name not in anew})
 
@@ -211,8 +209,8 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
     slots: Annotated[
         PositiveInt | None,
         Option(
-            "Ranks at the same time on this machine, in all jobs that share it; on a cluster, per node. "
-            "Default on CPU: one per core, at least 10; on CUDA: the visible devices.",
+            "Ranks at the same time on this machine, over all jobs; on a cluster, per node. "
+            "Default: one per core, at least 10; on CUDA the visible devices.",
             of_run=True,
         ),
     ] = None
@@ -242,13 +240,13 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     maxfail: Annotated[
-        PositiveInt | None, Option("Stop after this many cases that are not good, as in pytest.", pytest="`--maxfail`")
+        PositiveInt | None, Option("Stop after this many failed cases, as in pytest.", pytest="`--maxfail`")
     ] = None
     first_failure: Annotated[bool, Option("Stop after the first: --maxfail 1.", flag="-x", pytest="`-x`")] = False
     last_failed: Annotated[
         bool,
         Option(
-            "Run the cases that were not good or never ran in the last run, with the same options.",
+            "Run the cases that failed or never ran in the last run, with the same options.",
             flag="--lf",
             pytest="`--lf`",
         ),
@@ -286,7 +284,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     github: Annotated[
         bool,
         Option(
-            "Annotate cases that are not good, and write the job summary. Default: in GitHub Actions.",
+            "Annotate failed cases, and write the job summary. Default: in GitHub Actions.",
             flag="--github/--no-github",
             variable="GITHUB_ACTIONS",
             pytest="none: its plugins annotate failures of all tests",
@@ -298,7 +296,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         Option("Print the N slowest cases; 0: all.", metavar="N", pytest="`--durations`"),
     ] = None
     verbose: Annotated[
-        bool, Option("Also print starts, all findings, and what was not judged and why.", short="-v", pytest="`-v`")
+        bool, Option("Also print starts, all findings, and what was not checked and why.", short="-v", pytest="`-v`")
     ] = False
 
 

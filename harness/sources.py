@@ -52,7 +52,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def is_editable(distribution: Distribution) -> bool:
-    """Return True when pip installed it from a folder whose files may change under the same version."""
+    """Return True if pip installed it from a folder whose files may change under the same version."""
     direct = distribution.read_text("direct_url.json")
     try:
         return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
@@ -73,7 +73,7 @@ class InstalledSource(NamedTuple):
 
 
 def installed_source(package: str) -> InstalledSource | None:
-    """The source of an installed package, without importing it; None when there is none. Reads every Python file."""
+    """Return source of an installed package, without importing it; None when there is none. Reads every Python file."""
     paths = package_paths(package)
     if not paths:
         return None
@@ -174,7 +174,7 @@ def top_level_spec(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
 
 
 def package_paths(name: str, folders: Sequence[str] = ()) -> list[Path]:
-    """The folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
+    """Return folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
 
     Looked for in `folders` too.
     """
@@ -205,7 +205,7 @@ def module_files(name: str, folders: Sequence[str] = ()) -> list[Path]:
 
 
 def module_digest(name: str, folders: Sequence[str] = ()) -> str:
-    """Return a digest of the package that a module is in, equal on any machine; empty where there is no such module."""
+    """Return a digest of the package that a module is in, equal on any machine; empty if there is no such module."""
     files = module_files(name, folders)
     return source_digest(common_folder(files), files)[:16] if files else ""
 
@@ -233,7 +233,7 @@ def is_unreleased(version: str) -> bool:
 
 
 def unreleased_of(software: Mapping[str, str]) -> str:
-    """The unreleased builds among these, which no later build can be held against: "torch 2.16.0.dev20261120"."""
+    """Return unreleased builds among these, which no later build can be held against: "torch 2.16.0.dev20261120"."""
     return " and ".join(f"{name} {software[name]}" for name in PACKAGES if is_unreleased(software.get(name, "")))
 
 

@@ -155,18 +155,18 @@ class RunStore:
         return tuple(damage for _, _, damage in self._each(_check) if damage)
 
     def read_start(self) -> RunStart | None:
-        """Return the first line; None where it cannot be read. Cheap: no other line is read."""
+        """Return the first line; None if it cannot be read. Cheap: no other line is read."""
         with contextlib.suppress(OSError, *_UNREADABLE), self.path.open("rb") as file:
             record = _decoded(file.readline().removesuffix(b"\n"))
             return record if isinstance(record, RunStart) else None
         return None
 
     def read_end(self) -> RunEnd | None:
-        """Return how the run ended; None where it was killed or still runs. Cheap: no result is decoded."""
+        """Return how the run ended; None if it was killed or still runs. Cheap: no result is decoded."""
         return self._last(RunEnd, _END)
 
     def result_of(self, case_id: str) -> CaseResult | None:
-        """Return the last result of one case; None where none can be read. Cheap: other lines are not decoded."""
+        """Return the last result of one case; None if none can be read. Cheap: other lines are not decoded."""
         return self._last(CaseResult, b'{"line":"case","id":"%s"' % case_id.encode())
 
     def _last(self, kind: type[Line], begin: bytes) -> Line | None:
@@ -215,7 +215,7 @@ def _decoded(line: bytes) -> RunStart | CaseResult | RunEnd:
 
 
 def _check(line: bytes) -> None:
-    """Raises one of `_UNREADABLE` for a line of another schema, and one that is not as it was written."""
+    """Raise one of `_UNREADABLE` for a line of another schema, and one that is not as it was written."""
     if other := _other_schema(line):
         raise msgspec.ValidationError(f"it has schema {other}, this version reads schema {SCHEMA}")
     check_line(line)
@@ -227,7 +227,7 @@ def _other_schema(line: bytes) -> int | None:
 
 
 def _named_case(line: bytes) -> str | None:
-    """Return the id that a damaged line names; None where it names none."""
+    """Return the id that a damaged line names; None if it names none."""
     match = _CASE.match(line)
     if match is None:
         return None

@@ -35,7 +35,7 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """The count with its noun in the right number: "1 case", "2 cases"; `plural` where it does not end in "s"."""
+    """Return count with its noun in the right number: "1 case", "2 cases"; `plural` where it does not end in "s"."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
@@ -146,7 +146,7 @@ def _spelled(character: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """The text as Markdown in which no markup begins but code spans, and nothing is a link, a mention or an image.
+    """Return text as Markdown in which no markup begins but code spans, and nothing is a link, a mention or an image.
 
     A word of which GitHub or GitLab would make one of these is shown as code.
     """

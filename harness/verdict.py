@@ -28,12 +28,12 @@ class Verdict(enum.Enum):
 
     @property
     def good(self) -> bool:
-        """True when nothing needs to be fixed."""
+        """Return True if nothing needs to be fixed."""
         return self in (Verdict.PASSED, Verdict.KNOWN)
 
     @property
     def phrase(self) -> str:
-        """What it means, as the end of a sentence that starts with the case id."""
+        """Return what it means, as the end of a sentence that starts with the case id."""
         return _PHRASES[self]
 
 
@@ -96,7 +96,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     found: str | None = None
     size: float | None = None  # None: no distance
     fix: str | None = None  # what to do about it, where that is known
-    formula: str = ""  # of `expect/`; empty where it breaks a rule that no version may break
+    formula: str = ""  # of `expect/`; empty if it breaks a rule that no version may break
     differs: str = ""  # "torch 2.16.0 differs from what holds since 2.13.0", where that was not verified here
     within: str = ""  # the run that it is about, where that is not the run of the case: "with cases/fixes/a.py:apply"
     notes: tuple[str, ...] = ()  # what explains it
@@ -107,12 +107,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def check(self) -> str:
-        """The check that found it, or "engine" or "judge"."""
+        """Return the check that found it, or "engine" or "judge"."""
         return check_of(self.rule)
 
     @property
     def place(self) -> str:
-        """Where it is, as far as the sentence does not say it: "step 3, rank 1"."""
+        """Return where it is, as far as the sentence does not say it: "step 3, rank 1"."""
         rank = None if "{ranks}" in self.says else self.rank
         parts = (("step", self.step), ("rank", rank), ("module", self.module), ("operand", self.operand or None))
         named_parts = (
@@ -122,21 +122,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def message(self) -> str:
-        """The sentence, after what is to be known first, with what explains it, and the details below."""
+        """Return the sentence, after what is to be known first, with what explains it, and the details below."""
         own = {name: getattr(self, name) for name in ("step", "rank", "ranks", "module", "operand")}
         sentence = "; ".join([filled(self.says, {**own, **self.values}), *self.notes])
-        before = filter(None, (self.differs, self.within, "" if self.judged else "cannot be judged"))
+        before = filter(None, (self.differs, self.within, "" if self.judged else "not checked"))
         line = ": ".join([*before, sentence])
         return f"{line}\n{self.details}" if self.details else line
 
     @property
     def first_line(self) -> str:
-        """The first line of the message."""
+        """Return the first line of the message."""
         return self.message.partition("\n")[0]
 
     @property
     def excess(self) -> float | None:
-        """How many times the allowed distance it is; None where it is none, or where nothing at all is allowed."""
+        """Return how many times the allowed distance it is; None if it is none, or where nothing at all is allowed."""
         distance, allowed = self.values.get("distance"), self.values.get("allowed")
         if not isinstance(distance, int | float) or not isinstance(allowed, int | float) or not allowed:
             return None
@@ -157,13 +157,13 @@ class FailureSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def check(self) -> str:
-        """The check that found it; empty for a crash and a hang."""
+        """Return the check that found it; empty for a crash and a hang."""
         check, rule, _ = self.kind.partition("/")
         return check if rule else ""
 
     @property
     def text(self) -> str:
-        """One line that people read."""
+        """Return one line that people read."""
         what = f": {self.what}" if self.what else ""
         at = f" in {', '.join(self.where)}" if self.where else ""
         step = f", from step {self.first_step} on" if self.first_step is not None else ""

@@ -116,7 +116,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
 
 
 def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
-    """Return the results of a run that was resumed, with the seconds and witnesses of both parts."""
+    """Return the results of a run that was resumed, with the seconds and references of both parts."""
     later = {result.case_id: result for result in rest.results}
     return msgspec.structs.replace(
         earlier,
@@ -132,7 +132,7 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
 def prepared(
     project: Project, cases: Sequence[Case], plan: Plan, note: Callable[[str], None], *, goldens: bool = True
 ) -> tuple[CaseJudge, Plan]:
-    """Return what the cases are judged by, and the plan that knows which of them are quarantined.
+    """Return what the cases are checked by, and the plan that knows which of them are quarantined.
 
     `goldens`: as of `CaseJudge`.
 
@@ -264,7 +264,7 @@ def check_fits(cases: Sequence[Case], plan: Plan) -> None:
     else:
         what = f"{some} of {len(cases)} cases cannot run on {own.capacity.words}: {first.why}."
     exact = "--arithmetic exact, or " if first.exact else ""
-    on_cuda = f"give {exact}--device auto, which runs on the CPU what the GPUs cannot run."
+    on_cuda = f"give {exact}--device auto, which runs unsupported cases on the CPU."
     fix = on_cuda if own.device == "cuda" else "give --slots N, or leave such cases out by --select."
     raise HarnessError(what, where=case_id(case), fix=fix)
 
@@ -279,7 +279,7 @@ class _Teller:
         self._left = math.inf if max_failures is None else max_failures
 
     def finished(self, result: CaseResult | _Made) -> bool:
-        """Returns `enough`."""
+        """Return `enough`."""
         if isinstance(result, _Made):
             line = f"{'reference':<15} {result.seconds:7.1f} s  {result.name}"
             self._progress.finished(result.name, line, remarkable=False)
@@ -319,20 +319,20 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
     if signatures:
         fix = f" To record them: `{update_missing('signatures', asked, root=plan.root_option)}`." if store else ""
         progress.note(
-            f"{counted(len(signatures), 'signature')} not recorded: what these cases send and keep is not judged.{fix}"
+            f"{counted(len(signatures), 'signature')} not recorded, so traffic and memory there are not checked.{fix}"
         )
 
 
 def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
-    """Return what the run was made with: versions, device, engine, rank program."""
+    """Return what the run was made with: versions, device, launcher, rank program."""
     firsts = [result.run.traces[0] for result in results if result.run is not None and result.run.traces]
     software = firsts[0].software if firsts else {"python": platform.python_version()}
     return {
         "fp8-harness": installed_version("fp8-harness") or "not installed",
         **dict(sorted(software.items())),
         "device": ", ".join(dict.fromkeys(trace.device for trace in firsts)) or plan.device,
-        "engine": plan.engine,
-        "fabric": plan.fabric,
+        "launcher": plan.launcher,
+        "backend": plan.backend,
         "program": plan.program,
     }
 
@@ -394,7 +394,7 @@ def run_to_resume(project: Project) -> Stored:
 
 
 def check_environment(start: RunStart, now: Environment, plan: Plan) -> None:
-    """Raises HarnessError where the environment is not the one in which the run began."""
+    """Raise HarnessError if the environment is not the one in which the run began."""
     if differences := (start.environment or Environment()).differences(now):
         raise HarnessError(
             f"since this run began ({start.started}), this changed: {', '.join(differences)}. "

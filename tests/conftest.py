@@ -16,7 +16,7 @@ from hypothesis import settings
 from tests.examples import PROFILE, examples
 
 if TYPE_CHECKING:
-    from tests.zygotes import Zygotes
+    from tests.fork_servers import ForkServers
 
 # No deadline: the time of one example says nothing on a machine that other jobs use too. The examples of `ci` are the
 # same in every run, those of the others are not.
@@ -86,9 +86,9 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session")
-def zygotes() -> Iterator[Zygotes]:
-    """The zygotes that all tests of this process share."""
-    from tests.zygotes import Zygotes
+def fork_servers() -> Iterator[ForkServers]:
+    """The fork servers that all tests of this process share."""
+    from tests.fork_servers import ForkServers
 
-    with Zygotes() as shared:
+    with ForkServers() as shared:
         yield shared

@@ -1,13 +1,13 @@
-"""CPU seconds of a run against the same steps on bare ranks, without probes, witnesses or controller.
+"""CPU seconds of a run against the same steps on bare ranks, without probes, references or controller.
 
-    python ci/bench/bare.py pr                       every witness is run anew, as in CI
-    python ci/bench/bare.py pr --kept-witnesses      with the witnesses that earlier runs have kept
+    python ci/bench/bare.py pr                       every reference is run anew, as in CI
+    python ci/bench/bare.py pr --kept-witnesses      with the references that earlier runs have kept
     python ci/bench/bare.py pr -j 1 --select 'compile=none'
 
 Runs `fp8-harness run` itself, with the options that are left. After every run of a case, its steps run once more on
-ranks that are forked from the same zygote and record nothing: so both are measured under the same load, and their ratio
-means something on a shared machine too. A case with a recorded fault trains twice, the second time with the candidate
-fix; both count as its steps, and the ratio to the first alone is printed too.
+ranks that are forked from the same fork server and record nothing: so both are measured under the same load, and their
+ratio means something on a shared machine too. A case with a recorded fault trains twice, the second time with the
+candidate fix; both count as its steps, and the ratio to the first alone is printed too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 from kinds import kind_of
 
 from harness.cli.main import main as command_line
+from harness.engine.fork_server_engine import ForkServerClient
 from harness.engine.messages import JobOutcome
-from harness.engine.zygote_engine import ZygoteClient
 from harness.evidence.references import Reference
 from harness.matrix.case import Case
 from harness.project import STATE_VARIABLE
@@ -40,9 +40,9 @@ from harness.running.references import ReferenceRunner
 from harness.store import RunStore
 
 BARE, AGAIN, WATCHED = "bare", "with fix", "probes"  # the steps of cases: alone, alone with a fix, and watched
-# What ranks run for, as columns: a case, and witnesses by the first words of their names.
+# What ranks run for, as columns: a case, and references by the first words of their names.
 RUNS = (BARE, AGAIN, WATCHED, "solo", "partner", "replay", "reference", "noise")
-JUDGING, STORING = "decoding and judging", "storing"
+JUDGING, STORING = "decoding and checking", "storing"
 _ROW = "{:24} {:>5}" + " {:>9}" * len(RUNS) + " {:>7} {:>6}"
 
 
@@ -85,7 +85,7 @@ class Spent:
         if outcome is None:
             return
         run = getattr(self._now, "run", "")
-        with self._lock:  # a draw of noise has a thread of its own, which works on no case
+        with self._lock:  # a draw of noise has its own thread, which works on no case
             self.ranks[self.kind or kind_of(request.case), run] += outcome.cpu_s  # type: ignore[assignment]
             self.processes[run in (BARE, AGAIN)] += len(outcome.ranks)
 
@@ -100,7 +100,7 @@ class Spent:
                 self.controller[part] += time.thread_time() - begun_s  # type: ignore[assignment]
 
     def imported(self, pid: int) -> None:
-        """A zygote is ready: all it took so far is import and warm-up."""
+        """A fork server is ready: all it took so far is import and warm-up."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks = sum(int(field) for field in fields[11:15])  # user and system, own and of children
         with self._lock:
@@ -132,7 +132,7 @@ def install(spent: Spent) -> None:
         spent.begin(case)
         return original(runner, case)
 
-    def ready(original: Callable[..., Any], client: ZygoteClient, *rest: Any) -> Any:
+    def ready(original: Callable[..., Any], client: ForkServerClient, *rest: Any) -> Any:
         notes = original(client, *rest)
         spent.imported(client.pid)
         return notes
@@ -141,7 +141,7 @@ def install(spent: Spent) -> None:
     _wrap(Executor, "serve", serve)
     _wrap(ReferenceRunner, "_finished", made)
     _wrap(CaseRunner, "run", case_run)
-    _wrap(ZygoteClient, "wait_until_ready", ready)
+    _wrap(ForkServerClient, "wait_until_ready", ready)
     _wrap(CaseRunner, "_judged", _timed(spent, JUDGING))
     for owner, name in ((RunStore, "append"), (RunStore, "begin"), (RunStore, "finish")):
         _wrap(owner, name, _timed(spent, STORING))
@@ -198,8 +198,8 @@ def _parts(spent: Spent, own_s: float, children_s: float) -> dict[str, float]:
         "ranks, bare: second runs with a candidate fix": columns[AGAIN],
         "probes": columns[WATCHED],
         **{f"witnesses: {run}": columns[run] for run in RUNS[3:]},
-        "zygote: import and warm-up": spent.imported_s,
-        "zygote: forks and supervision": forking_s,
+        "fork server: import and warm-up": spent.imported_s,
+        "fork server: forks and supervision": forking_s,
         **{f"controller: {part}": spent.controller[part] for part in (JUDGING, STORING)},
         "controller: start, waiting, report": own_s - spent.controller.total(),
     }
@@ -214,7 +214,7 @@ def cpu_s(who: int) -> float:
 def main() -> None:
     """Run the cases and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kept-witnesses", action="store_true", help="use witnesses that earlier runs have kept")
+    parser.add_argument("--kept-witnesses", action="store_true", help="use references that earlier runs have kept")
     options, words = parser.parse_known_args()
     spent = Spent()
     install(spent)

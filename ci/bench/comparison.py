@@ -1,4 +1,4 @@
-"""The comparison of judges, as `judges.py` measured it, and the tables of docs/comparison.md that are made of it.
+"""The comparison of checks, as `judges.py` measured it, and the tables of docs/comparison.md that are made of it.
 
 python ci/bench/comparison.py        prints them
 """
@@ -23,9 +23,9 @@ CLEAN = "clean, against one rank or BF16"
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One fault in one host. `found`: which judges of `OF_ALL` found it.
+    """One fault in one host. `found`: which checks of `OF_ALL` found it.
 
-    `asked`: of torch's judges, whether they did; None where the run, or the clean one, failed under the judge.
+    `asked`: of torch's checks, whether they did; None if the run, or the clean one, failed under the judge.
     """
 
     fault: str

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import psutil
 
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import Job, JobOutcome, Share
 from harness.engine.outcome import conclude
-from harness.engine.zygote_engine import ZygoteEngine
 
 TOY_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "worker"
 
@@ -45,10 +45,10 @@ WAYS = [
 CONTROLLER = """
 import json, sys
 from harness.engine.messages import Job, Share
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.fork_server_engine import ForkServerEngine
 ranks = int(sys.argv[2])
 job = Job(job_id="toy", world_size=ranks, payload=b'{"0": "spin", "*": "children_then_sleep"}', deadline_s=600)
-ZygoteEngine("toyprogram").run(Share(job=job, count=ranks, folder=sys.argv[1]), print)
+ForkServerEngine("toyprogram").run(Share(job=job, count=ranks, folder=sys.argv[1]), print)
 """
 
 
@@ -77,13 +77,15 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def run_alone(engine: ZygoteEngine, name: str, payload: bytes, folder: str, options: argparse.Namespace) -> JobOutcome:
+def run_alone(
+    engine: ForkServerEngine, name: str, payload: bytes, folder: str, options: argparse.Namespace
+) -> JobOutcome:
     """The outcome of a job that is one share."""
     job = Job(job_id=name, world_size=options.ranks, payload=payload, deadline_s=options.deadline_s)
     return conclude(job, [engine.run(Share(job=job, count=options.ranks, folder=folder), lambda _: None)])
 
 
-def one_way(engine: ZygoteEngine, way: str, expected: str, description: str, options: argparse.Namespace) -> Row:
+def one_way(engine: ForkServerEngine, way: str, expected: str, description: str, options: argparse.Namespace) -> Row:
     """Let rank 1 end in this way while the others block."""
     ways = {} if way == "return" else {"1": way, "*": "sleep"}
     with tempfile.TemporaryDirectory() as folder:
@@ -98,12 +100,12 @@ def one_way(engine: ZygoteEngine, way: str, expected: str, description: str, opt
 
 
 def explained(outcome: JobOutcome) -> bool:
-    """True when every rank that was stuck or stopped shows its stacks."""
+    """True if every rank that was stuck or stopped shows its stacks."""
     return all(rank.traceback for rank in outcome.ranks if rank.status in ("stuck", "stopped", "raised"))
 
 
 def killed_parent(victim: str, options: argparse.Namespace) -> Row:
-    """SIGKILL the controller, or the zygote under it, while ranks and their children run."""
+    """SIGKILL the controller, or the fork server under it, while ranks and their children run."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOY_FOLDER.parents[1]), str(TOY_FOLDER)])}
     with tempfile.TemporaryDirectory() as folder:
         before = things()
@@ -131,10 +133,10 @@ def main() -> int:
     parser.add_argument("--deadline-s", type=float, default=2.0)
     options = parser.parse_args()
     sys.path.insert(0, str(TOY_FOLDER))
-    with tempfile.TemporaryDirectory() as folder, ZygoteEngine("toyprogram") as engine:
+    with tempfile.TemporaryDirectory() as folder, ForkServerEngine("toyprogram") as engine:
         run_alone(engine, "start", b"{}", folder, options)
         rows = [one_way(engine, way, expected, description, options) for way, expected, description in WAYS]
-    rows += [killed_parent(victim, options) for victim in ("controller", "zygote")]
+    rows += [killed_parent(victim, options) for victim in ("controller", "fork")]
     print(f"{options.ranks} ranks, deadline {options.deadline_s:g} s\n")
     print("| what | verdict | seen, ms | over, ms | left |\n|---|---|---:|---:|---:|")
     for row in rows:

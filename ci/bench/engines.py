@@ -1,9 +1,9 @@
-"""CPU seconds per case: ranks forked from one zygote, or one torchrun per case, in one run of the same cases.
+"""CPU seconds per case: ranks forked from one fork server, or one torchrun per case, in one run of the same cases.
 
     python ci/bench/engines.py [--repeats 3]
 
-Reads as ratios: the machine may be shared, so the two ways take turns. The zygote's own start is paid once per
-run of the harness and is printed on a line of its own.
+Reads as ratios: the machine may be shared, so the two ways take turns. The fork server's own start is paid once per
+run of the harness and is printed on its own line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from harness.engine.cluster import Cluster
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import capacity_here
 from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.engine.node import LocalNode
 from harness.engine.torchrun import TorchrunEngine
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.caseid import case_id
 from harness.request import RunRequest
@@ -39,7 +39,7 @@ CASES = (
 )
 
 
-def open_cluster(engine: type[ZygoteEngine | TorchrunEngine], folder: str) -> Cluster:
+def open_cluster(engine: type[ForkServerEngine | TorchrunEngine], folder: str) -> Cluster:
     """This machine, whose ranks are started by this engine."""
     node = LocalNode(lambda preload: engine(PROGRAM, preload), Leases(Path(folder), SLOTS), capacity_here("cpu", SLOTS))
     return Cluster([node])
@@ -61,10 +61,10 @@ def children_cpu_s() -> float:
 
 
 def start_cpu_s() -> float:
-    """CPU seconds that starting and warming the zygote costs, once per run: measured with one small case."""
+    """CPU seconds that starting and warming the fork server costs, once per run: measured with one small case."""
     before = children_cpu_s()
-    with tempfile.TemporaryDirectory() as folder, open_cluster(ZygoteEngine, folder) as zygote:
-        case_s = cpu_s(zygote, CASES[0])
+    with tempfile.TemporaryDirectory() as folder, open_cluster(ForkServerEngine, folder) as fork_server:
+        case_s = cpu_s(fork_server, CASES[0])
     return children_cpu_s() - before - case_s
 
 
@@ -73,15 +73,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    print(f"zygote: {start_cpu_s():.1f} CPU s, once per run of the harness")
-    print(f"{'case':32} {'ranks':>5} {'torchrun':>9} {'zygote':>7} {'ratio':>6}   (median CPU s of {repeats})")
+    print(f"fork server: {start_cpu_s():.1f} CPU s, once per run of the harness")
+    print(f"{'case':32} {'ranks':>5} {'torchrun':>9} {'fork server':>7} {'ratio':>6}   (median CPU s of {repeats})")
     with (
         tempfile.TemporaryDirectory() as folder,
         open_cluster(TorchrunEngine, folder) as torchrun,
-        open_cluster(ZygoteEngine, folder) as zygote,
+        open_cluster(ForkServerEngine, folder) as fork_server,
     ):
         for case in CASES:
-            pairs = [(cpu_s(torchrun, case, warmup="off"), cpu_s(zygote, case)) for _ in range(repeats)]
+            pairs = [(cpu_s(torchrun, case, warmup="off"), cpu_s(fork_server, case)) for _ in range(repeats)]
             cold, warm = (statistics.median(side) for side in zip(*pairs, strict=True))
             print(f"{case_id(case):32} {case.world_size:5} {cold:9.1f} {warm:7.1f} {cold / warm:5.1f}x")
 

@@ -1,8 +1,8 @@
-"""Which planted faults torch's own judges find: CommDebugMode counts and DebugMode hashes, beside our checks.
+"""Which injected faults torch's own checks find: CommDebugMode counts and DebugMode hashes, beside our checks.
 
     fp8-harness dev mutate --json matrix.json            what our checks, the loss and SQNR find
     python ci/bench/judges.py --matrix matrix.json       writes that into judges.json
-    python ci/bench/judges.py --every 9                  asks torch's judges about every 9th fault, and adds that
+    python ci/bench/judges.py --every 9                  asks torch's checks about every 9th fault, and adds that
 
 Every fault runs in a bfloat16 host. The reference of a judge is a clean run of the same code in the same layout. A
 user has none: a bug that the code has is in both runs. Clean runs are repeated, with two threads in a rank and with
@@ -40,7 +40,7 @@ from harness.trace.record import Patch
 
 HERE = Path(__file__).parent
 WATCHERS = ("comm", "hashes")
-# How a clean run is repeated: environment of its zygote
+# How a clean run is repeated: environment of its fork server
 REPEATS: Mapping[str, Mapping[str, str]] = {
     "the same again": {},
     "with two threads a rank": {"FP8_HARNESS_RANK_THREADS": "2"},
@@ -52,7 +52,7 @@ REPEATED = 3  # every third clean case is repeated and timed
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What the judges saw on one rank."""
+    """What the checks saw on one rank."""
 
     comm: str
     hashes: str
@@ -71,7 +71,7 @@ Ranks = Sequence[Seen] | None  # None: the run failed
 
 
 def of_matrix(matrix: MutationMatrix, before: Comparison) -> Comparison:
-    """What a mutation matrix says, with what torch's judges said before of the same faults in the same cases."""
+    """What a mutation matrix says, with what torch's checks said before of the same faults in the same cases."""
     clean = {trial.case_id: trial for trial in matrix.clean if trial.case_id.endswith("-b16")}
     trials = {trial.fault or "": trial for trial in matrix.trials if trial.case_id in clean and trial.is_proof}
     asked = {(row.fault, row.case_id): row.asked for row in before.rows}
@@ -98,7 +98,7 @@ def found_by(trial: Trial, clean: Trial) -> tuple[str, ...]:
 
 
 def called_wrong(clean: Mapping[str, Trial]) -> dict[str, Alarms]:
-    """What the judges of the mutation matrix say of its clean runs."""
+    """What the checks of the mutation matrix say of its clean runs."""
     ran = {case: trial for case, trial in clean.items() if not is_refused(case)}
     by = {
         "loss": [case for case, trial in ran.items() if trial.baseline.by_loss],
@@ -113,7 +113,7 @@ def is_refused(case_id: str) -> bool:
 
 
 class Asking:
-    """Asks torch's judges about a sample of the faults of a record, and keeps every answer at once."""
+    """Asks torch's checks about a sample of the faults of a record, and keeps every answer at once."""
 
     def __init__(self, path: Path, project: Project, plan: Plan, every: int) -> None:
         self._path, self._project, self._plan = path, project, plan
@@ -193,7 +193,7 @@ class Asking:
 
 
 def watched(works: Sequence[Work], plan: Plan, project: Project, environment: Mapping[str, str]) -> Iterator[Ranks]:
-    """What every rank of each run saw, in order; the zygotes have these variables too."""
+    """What every rank of each run saw, in order; the fork servers have these variables too."""
     if not works:
         return
     plan = plan.serving([parse_case_id(work.case_id) for work in works])
@@ -226,7 +226,7 @@ def seen_by_ranks(executor: Executor, work: Work) -> Ranks:
 
 
 def shortened(case: Case) -> Case:
-    """The case with as many steps as these judges need: what goes wrong later is left out of the sample."""
+    """The case with as many steps as these checks need: what goes wrong later is left out of the sample."""
     if case.train.resume != "none":
         return case
     return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=STEPS))

@@ -1,4 +1,4 @@
-"""What torch's own judges see of a run: an injection that `judges.py` hands to every rank.
+"""What torch's own checks see of a run: an injection that `judges.py` hands to every rank.
 
 The two lines with FOLDER and JUDGE are filled in: where a rank leaves what it saw, and who watches.
 """

@@ -4,8 +4,8 @@
     python ci/bench/probes.py pr --rounds 3 --sort             the whole tier, the most expensive cases last
     python ci/bench/probes.py --probes operands --case ID      one probe, one case
 
-Every round runs a case without and with probes, one right after the other, on ranks forked from one zygote, and takes
-the ratio of their CPU seconds. A shared machine is noisy even so: of the rounds the smallest, the median and the
+Every round runs a case without and with probes, one right after the other, on ranks forked from one fork server, and
+takes the ratio of their CPU seconds. A shared machine is noisy even so: of the rounds the smallest, the median and the
 largest ratio are printed, and beside them how far the runs without probes lie apart, which is nothing but noise.
 
 Cases that must be refused, or that a fault of torch stops, train no step and are left out.
@@ -24,16 +24,16 @@ from typing import NamedTuple
 import msgspec
 
 from harness.checks.catalogue import probes_of
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import Job, Share
 from harness.engine.outcome import conclude
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.records import matching
 from harness.matrix.rules import expected_refusal
 from harness.project import find_project
-from harness.request import Fabric, RunRequest
+from harness.request import Backend, RunRequest
 from harness.running.case_judge import known_here
 from harness.running.plan import DEFAULT_PROGRAM
 from harness.running.selection import Query, select_cases
@@ -96,10 +96,10 @@ def measure(ask: Callable[[Case, tuple[str, ...]], float], case: Case, probes: t
     return Cost(case, tuple(pairs))
 
 
-def cpu_s(engine: ZygoteEngine, fabric: Fabric, case: Case, probes: tuple[str, ...]) -> float:
+def cpu_s(engine: ForkServerEngine, backend: Backend, case: Case, probes: tuple[str, ...]) -> float:
     """CPU seconds of all ranks of one run of `case`, watched by `probes`."""
     with tempfile.TemporaryDirectory() as folder:
-        payload = msgspec.msgpack.encode(RunRequest(case=case, fabric=fabric, probes=probes))
+        payload = msgspec.msgpack.encode(RunRequest(case=case, backend=backend, probes=probes))
         job = Job(job_id=Path(folder).name, world_size=case.world_size, payload=payload, deadline_s=600)
         outcome = engine.run(Share(job=job, count=case.world_size, folder=folder), lambda _: None)
     ended = conclude(job, [outcome])
@@ -138,7 +138,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--case", action="append", default=[], metavar="ID", help="one more case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs of every case (default 3)")
     parser.add_argument("--probes", default="", help="separated by commas (default: those that checks read)")
-    parser.add_argument("--fabric", choices=("shared", "gloo"), default="shared", help="what collectives run on")
+    parser.add_argument("--backend", choices=("shared", "gloo"), default="shared", help="what collectives run on")
     parser.add_argument("--sort", action="store_true", help="print the table again, the dearest cases last")
     return parser.parse_args()
 
@@ -148,12 +148,12 @@ def main() -> None:
     options = parse_options()
     names = options.names or ([] if options.case else list(SAMPLE))
     cases = training_cases(names, options.case)
-    compiles = "on" if any(case.compile != "none" for case in cases) else "off"  # as a run prepares its zygote
+    compiles = "on" if any(case.compile != "none" for case in cases) else "off"  # as a run prepares its fork server
     header = _ROW.format("case", "ranks", "without", "with", "least", "median", "most", "noise")
     print(header)
     costs = []
-    with ZygoteEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": compiles}) as engine:
-        ask = functools.partial(cpu_s, engine, options.fabric)
+    with ForkServerEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": compiles}) as engine:
+        ask = functools.partial(cpu_s, engine, options.backend)
         for case in cases:
             probes = tuple(options.probes.split(",")) if options.probes else probes_of(Expectations(case), "cpu")
             costs.append(measure(ask, case, probes, options.rounds))

@@ -5,7 +5,7 @@
     python ci/bench/stages.py smoke --kept-witnesses
 
 Ranks are sampled (`stage_program.py`), which costs about 2 % of what it measures. Without --kept-witnesses every
-witness is run anew, as in CI.
+reference is run anew, as in CI.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", default=["smoke"], metavar="TIER|FILE")
     parser.add_argument("--select", action="append", default=[], metavar="EXPR")
-    parser.add_argument("--kept-witnesses", action="store_true", help="use witnesses that earlier runs have kept")
+    parser.add_argument("--kept-witnesses", action="store_true", help="use references that earlier runs have kept")
     parser.add_argument("-j", "--jobs", type=int, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fp8-stages-") as folder, tempfile.TemporaryDirectory() as state:
@@ -119,9 +119,9 @@ def main() -> None:
     all_s = sum((usage.ru_utime + usage.ru_stime) for usage in (own, children))
     print(f"\n{len(result.results)} cases in {result.end.wall_s:.0f} s of wall clock, {all_s:.0f} CPU s in all")
     print(f"  ranks                     {ranks_s:8.1f} CPU s ({len(records)} processes)")
-    print(f"  zygote: import, warm-up   {children.ru_utime + children.ru_stime - ranks_s:8.1f} CPU s")
+    print(f"  fork server: import, warm-up   {children.ru_utime + children.ru_stime - ranks_s:8.1f} CPU s")
     print(
-        f"  controller                {own.ru_utime + own.ru_stime:8.1f} CPU s, judging {controller.judging_cpu_s:.1f}"
+        f"  controller                {own.ru_utime + own.ru_stime:8.1f} CPU s, checking {controller.judging_cpu_s:.1f}"
     )
     print(f"  waiting for slots         {controller.waiting_s:8.1f} s, over all threads")
 

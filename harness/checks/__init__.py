@@ -1,1 +1,1 @@
-"""Checks: pure functions from traces and witnesses to findings, without torch. Start with `judge.py`."""
+"""Checks: pure functions from traces and references to findings, without torch. Start with `judge.py`."""

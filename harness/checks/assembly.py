@@ -50,7 +50,7 @@ class Assembled(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """True when the shards of the owners have as many elements as the tensor."""
+        """Return True if the shards of the owners have as many elements as the tensor."""
         return self.elements == math.prod(self.shape)
 
 
@@ -78,7 +78,7 @@ def _sum(shards: Sequence[TensorSketch]) -> Assembled:
 
 
 def relative_distance(found: Assembled, expected: Assembled) -> float:
-    """Estimated |found - expected| / |expected|, within about a quarter; NaN when either is not finite."""
+    """Return estimated |found - expected| / |expected|, within about a quarter; NaN when either is not finite."""
     if not (math.isfinite(found.norm) and math.isfinite(expected.norm)):
         return math.nan
     distance = math.dist(found.sums, expected.sums) / math.sqrt(SKETCH_SIZE)
@@ -158,7 +158,7 @@ def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
 
 
 def unequal_replicas(traces: Iterable[Sketches]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
-    """Shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
+    """Shard that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for key, rank, sketch in sketched(traces):
         holders[key, sketch.offset, sketch.local_shape][rank] = sketch.digest
@@ -218,7 +218,7 @@ _MICROBATCHES = "the microbatches of an update"
 
 
 def factor(found: float, expected: float, case: Case, *, within: float = _CLOSE) -> Factor | None:
-    """Return the number of the case by which `found` is larger or smaller than `expected`; None where there is none."""
+    """Return the number of the case by which `found` is larger or smaller than `expected`, or None."""
     if not (found > 0 and expected > 0 and math.isfinite(found) and math.isfinite(expected)):
         return None
     ratio = found / expected
@@ -312,7 +312,7 @@ def _explained(case: Case, noun: str, times: Factor, reference: float | None) ->
     if len(causes) == 1:
         return Explanation(what, next(iter(causes.values())), times)
     other = replace(case, train=replace(case.train, accumulation=1 if case.train.accumulation > 1 else 2))
-    told = f"run `{run_cases(case_id(other))}`: what does not change with the microbatches is of the ranks."
+    told = f"run `{run_cases(case_id(other))}`: a factor that stays comes from the ranks, not from the microbatches."
     return Explanation(what, told if len(causes) > 1 else "", times)
 
 
@@ -336,7 +336,7 @@ def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | Non
         (sum(losses), "sum", "dist.all_reduce(loss)"),
     ):
         if math.isclose(total, expected, rel_tol=Limit("factors.mean_of_ranks")):
-            what = f"every rank reports a loss of its own batch; the {word} over ranks is the reference's loss"
+            what = f"every rank reports the loss of its local batch: the {word} over ranks equals the reference"
             return Explanation(what, f"return the loss of the global batch, the same on every rank: `{fix}`.")
     return None
 
@@ -391,7 +391,7 @@ def _partial_fix(times: Factor, run: Run, scaled: Iterable[str]) -> str:
             "DTensors of the TP mesh, and add no all-reduce of your own."
         )
     if _DP in times.names and _TP not in times.names:
-        return "these parameters are reduced in another way than the others: shard them by fully_shard like the rest."
+        return "these parameters are reduced differently: shard them with fully_shard like the rest."
     return ""
 
 

@@ -41,7 +41,9 @@ class CastKey(NamedTuple):
 
 
 class MatmulKey(NamedTuple):
-    """Where a matmul happens: one GEMM of one linear in one step. The solo witness repeats it for every dp rank."""
+    """Where a matmul happens: one GEMM of one linear in one step. The single-rank reference repeats it for every dp
+    rank.
+    """
 
     step: int
     fqn: str
@@ -138,7 +140,7 @@ def tensorwise_scale(target_dtype: str, amax: float) -> float:
     """Return the scale of a tensor with this amax: fp8 max / amax, rounded once to float32.
 
     torchao divides in float64, so eager, compiled and precomputed scales are equal to the last bit, and a stale scale
-    differs as soon as the amax changes.
+    differs once the amax changes.
     """
     return as_float32(FLOAT8_MAX.get(target_dtype, math.nan) / max(amax, _EPS))
 
@@ -164,7 +166,7 @@ def _reciprocal(value: float) -> float:
 
 
 def as_float32(value: float) -> float:
-    """Rounded as torch rounds; infinite where float32 overflows."""
+    """Return rounded as torch rounds; infinite where float32 overflows."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:
@@ -242,7 +244,7 @@ def earlier_casts(casts: Casts, rank: int, place: tuple[CastKey, int]) -> Iterat
 
 
 def _as_bfloat16(value: float) -> float:
-    """Rounded to the nearest bfloat16, ties to even; NaN and infinity as they are."""
+    """Return rounded to the nearest bfloat16, ties to even; NaN and infinity as they are."""
     if not math.isfinite(value):
         return value
     (bits,) = struct.unpack("<I", struct.pack("<f", as_float32(value)))

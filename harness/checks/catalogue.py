@@ -1,4 +1,4 @@
-"""All checks in the order in which they are judged, all rules, the order of findings, and the signature of a failure.
+"""All checks in the order in which they run, all rules, the order of findings, and the signature of a failure.
 
 One fault breaks many things. The rule that a finding is about has a stage, which says how near it is to the cause: a
 wrong scale makes gradients wrong, and no gradient makes a scale wrong in the same step. But nothing causes what was
@@ -82,20 +82,19 @@ if len(_PLACES) < len(CHECKS):  # a plug-in cannot know the names of others
     raise HarnessError(f"two checks have the name {twice[0]}.", where="checks of plug-ins", fix="rename one of them.")
 
 _judge = Rules(
-    "judge", Stage.RUN, only={"a recorded fault": "known gone outdated other-end", "a damaged trace": "no-check broken"}
+    "judge", Stage.RUN, only={"a known issue": "known gone outdated other-end", "a damaged trace": "no-check broken"}
 )
 NO_CHECK = _judge("no-check", "no check was executed", judged=False)
-BROKEN = _judge("broken", "the harness failed while judging: {error}")
-KNOWN = _judge("known", "known upstream fault {fault} ({link}): {reason}")
-GONE = _judge("gone", "passed although the fault {fault} ({link}) is recorded for it: close the record")
+BROKEN = _judge("broken", "the harness failed while checking: {error}")
+KNOWN = _judge("known", "known issue {fault} ({link}): {reason}")
+GONE = _judge("gone", "passed although known issue {fault} ({link}) is on record: remove the record")
 UNEXPLAINED = _judge(
     "unexplained",
-    "{count:n finding is|findings are} not explained by the record of {faults} ({rules}): another fault, or a larger "
-    "effect",
+    "known issue {faults} does not explain {count:n finding|findings} ({rules}): another bug, or a larger effect",
 )
-MISSING = _judge("missing", "the recorded fault {fault} does not show as recorded: a finding is missing")
-OUTDATED = _judge("outdated", "the record of {fault} was to be reviewed by {day}: it explains nothing any more")
-OTHER_END = _judge("other-end", "the case ended otherwise than recorded")
+MISSING = _judge("missing", "known issue {fault} does not show as recorded: a required finding is missing")
+OUTDATED = _judge("outdated", "the record of {fault} was due for review on {day} and no longer explains failures")
+OTHER_END = _judge("other-end", "the case failed in another way than recorded")
 
 RULES: Mapping[str, Rule] = by_name(
     [
@@ -109,7 +108,7 @@ MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measurin
 
 
 def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
-    """What ranks must be asked to record of a case on a device: fields of `RankTrace`, in the order of the checks."""
+    """Return what ranks must be asked to record of a case on a device: fields of `RankTrace`, by the checks."""
     asked = (record for check in CHECKS if not check.not_judged(expect, device) for record in check.asks(expect))
     return tuple(dict.fromkeys((*(record for record in asked if record not in expect.never_recorded), *MEASURED)))
 
@@ -119,7 +118,7 @@ _GENERAL = (traffic.VOLUME.name, local_parity.INCOMPARABLE.name)
 
 
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last."""
+    """Return findings by causes. Those that could not be checked say nothing about a cause and come last."""
     all_findings = tuple(findings)
     wrong_from = _first_wrong_number(all_findings)
 
@@ -137,7 +136,7 @@ def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _with_module(first: Finding, others: Sequence[Finding]) -> Finding:
-    """The first finding; of a norm that is no number with the module whose gradient is none in that step."""
+    """Return the first finding; of a norm that is NaN or Inf with the module whose gradient is none in that step."""
     if first.rule != reported.GRAD_NORM.name or first.module is not None:
         return first
     gradients = [other for other in others if (other.rule, other.step) == (parity.GRADIENTS.name, first.step)]
@@ -146,7 +145,7 @@ def _with_module(first: Finding, others: Sequence[Finding]) -> Finding:
 
 
 def first_effect(findings: Sequence[Finding]) -> int | None:
-    """The index of the first finding that may follow from those before it; None where there is no such division."""
+    """Return index of the first finding that may follow from those before it; None if there is no such division."""
     wrong_from = _first_wrong_number(findings)
     causes = [_may_be_cause(finding, wrong_from) for finding in findings]
     return causes.index(False) if causes[:1] == [True] and not all(causes) else None
@@ -185,7 +184,7 @@ _PLURAL = re.compile(r"\b(N (?:\w+ )?\w+?)s? (?:is|are)\b")
 
 
 def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None) -> FailureSignature | None:
-    """The signature of a failure, of a recorded or expected one too; None where nothing failed or is found out."""
+    """Return signature of a failure, of a recorded or expected one too; None if nothing failed or is found out."""
     if verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         return None
     if run is not None and run.causes:

@@ -1,7 +1,7 @@
 """A check: the rules that it knows, its findings, what it asks and reads, when it applies, and its evidence.
 
 Each check and its rules are declared in the file of its function, which the rules decorate. The judge, the
-order of causes, what is not judged, the probes of a case and the reference of the checks are collected from there
+order of causes, what is not checked, the probes of a case and the reference of the checks are collected from there
 (`catalogue.py`). Findings of many places and ranks are made into few: one for a rule that is broken, or for ranks that
 find the same.
 """
@@ -28,31 +28,31 @@ from harness.verdict import Finding, Value, Verdict, check_of
 class Stage(enum.Enum):
     """How near to the cause findings are, the nearest first. The value says why, for those of the next stage."""
 
-    RUN = "without all ranks and steps nothing is complete"
-    DATA = "of other tokens or weights every number is another"
-    MODEL = "what is not converted, checkpointed, sharded or compiled as asked casts, sends and keeps something else"
-    SCALES = "a scale decides the float8 values that are made with it; a missing amax reduction shows in the scale too"
-    VALUES = "values saturate or differ where a scale is wrong; alone they are the fault of the cast or of the matmul"
-    COLLECTIVES = "what ranks send decides what they compute next"
-    EXECUTION = "how a result is computed decides its numbers"
+    RUN = "incomplete records explain nothing"
+    DATA = "other tokens or weights change every number"
+    MODEL = "another model or parallel plan casts, sends and saves other tensors"
+    SCALES = "a scale determines its float8 values, and a missing amax reduction shows in the scale too"
+    VALUES = "a wrong scale makes values saturate or differ, otherwise the cast or the matmul is wrong"
+    COLLECTIVES = "ranks compute with what they receive"
+    EXECUTION = "fusion, recomputation and compilation change results"
     # From here on: what is wrong because something else is, or the only sign of a fault that no rule above describes.
-    MODULE = "it had the right operands"
-    OPERAND = "it names the module behind the fault"
-    NO_NUMBER = "gradients of a loss that is no number are no numbers either"
-    MEMORY = "what is kept for too long may be used again"
-    STEP = "each rank alone contradicts itself"
-    SAME_LAYOUT = "it is compared with the same layout, so little else explains a difference"
-    ONE_RANK = "it is compared with one rank in FP8, so the layout explains a difference too"
-    BF16 = "it is compared with BF16: everything may explain a difference"
+    MODULE = "the inputs match, the output does not"
+    OPERAND = "the first operand that differs names the module behind it"
+    NO_NUMBER = "after NaN or Inf in a loss, gradients are NaN or Inf too"
+    MEMORY = "a tensor that is kept too long may be reused"
+    STEP = "a rank contradicts itself"
+    SAME_LAYOUT = "compared with the same layout, so few causes remain"
+    ONE_RANK = "compared with one rank in FP8, so the layout may be the cause too"
+    BF16 = "compared with BF16, so anything may be the cause"
 
     @property
     def place(self) -> int:
-        """0 for the nearest to the cause."""
+        """Return 0 for the nearest to the cause."""
         return list(Stage).index(self)
 
     @property
     def is_cause(self) -> bool:
-        """True for what is wrong by itself, False for what may follow from it."""
+        """Return True for what is wrong by itself, False for what may follow from it."""
         return self.place < Stage.MODULE.place
 
 
@@ -61,7 +61,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     `says`: the template of the sentence. `numeric`: a number is off. `judged`: False where the check lacks something.
     `key`: the values that tell one failure of the rule from another. `located`: the module of a finding is where the
-    fault is, not the worst of many. `only`: what alone breaks it, where no fault that is planted does.
+    fault is, not the worst of many. `only`: what alone breaks it, where no fault that is injected does.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Rules:
     def __call__(
         self, name: str, says: str, *, stage: Stage | None = None, located: bool | None = None, **fields: Any
     ) -> Rule:
-        """The rule that is declared: its name in the check and its sentence. `fields`: the other ones of `Rule`."""
+        """Return rule that is declared: its name in the check and its sentence. `fields`: the other ones of `Rule`."""
         rule = Rule(
             name=f"{self.check}/{name}",
             says=says,
@@ -185,12 +185,12 @@ class Mismatch(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int, str]:
-        """What it is sorted by."""
+        """Return what it is sorted by."""
         return self[:4]
 
     @property
     def place_words(self) -> str:
-        """The end of a sentence that says where a rule is broken first."""
+        """Return the end of a sentence that says where a rule is broken first."""
         where = "for {operand} of" if self.operand else "in"
         return f": first {where} {{module}} at step {{step}} on rank {{rank}}"
 
@@ -212,7 +212,7 @@ class Mismatch(NamedTuple):
 def findings_by_rule(
     mismatches: Iterable[Mismatch], explain: Callable[[Mismatch], str] = lambda first: ""
 ) -> list[Finding]:
-    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks.
+    """Return one finding per rule that is broken: the first place, how many mismatches there are, and where ranks.
 
     `explain` may say of the first one how it came about.
     """
@@ -235,7 +235,7 @@ def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[in
 
 
 def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]]) -> list[Finding]:
-    """The findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each sentence."""
+    """Return findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each sentence."""
     return [
         replace(finding, says=f"{finding.says} on {{ranks}}", rank=ranks[0], ranks=tuple(ranks))
         for findings, ranks in group_ranks(run, lambda trace: tuple(findings_of(trace))).items()
@@ -244,7 +244,7 @@ def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]])
 
 
 def about_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) -> Finding:
-    """The finding about what these ranks have; about what every rank of `run` has, as one number, it names none."""
+    """Return finding about what these ranks have; about what every rank of `run` has, as one number, it names none."""
     shown = tuple(sorted(set(ranks)))
     everywhere = run is not None and len(shown) == len(run.traces)
     if everywhere and len(shown) > 1:
@@ -266,7 +266,7 @@ def first_of_each(findings: Iterable[Finding]) -> list[Finding]:
 
 
 class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
-    """What one case is judged by besides its run. None: not available, which is a finding of the check that needs it.
+    """What one case is checked by besides its run. None: not available, which is a finding of the check that needs it.
 
     `running/` collects it. A run that did not finish is kept with its failures, so that this finding says why.
     """
@@ -280,10 +280,10 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     parity_tolerance: Tolerance | None = None
     reference: Run | None = None  # the BF16 reference that was run for want of a golden
     underived: Run | None = None  # the first BF16 run for a derived tolerance that did not finish
-    solo: Run | None = None  # the run of the solo witness, the single-rank reference with the same recipe
+    solo: Run | None = None  # the run of the single-rank reference with the same recipe
     replay: Run | None = None  # this very run again, module by module on one rank
     partner: Run | None = None  # the run of `expect.relation.partner`
-    partner_has_fix: bool = False  # partner and signature are of a run with the candidate fix, as the second run is
+    partner_has_fix: bool = False  # counterpart and signature are of a run with the candidate fix, as the second run is
 
 
 CheckFunction = Callable[[Case, Run, Witnesses], Iterable[Finding]]
@@ -291,14 +291,14 @@ Reason = Callable[[Expectations, str], str]  # of a case on a device (`RankTrace
 
 
 def always(expect: Expectations, device: str) -> str:
-    """No reason: for a check that applies to every case, and judges all of it."""
+    """No reason: for a check that applies to every case, and checks all of it."""
     return ""
 
 
 class Check(msgspec.Struct, frozen=True):
     """Made of a function by `@RULES.judged_by(blind=…)`, whose docstring begins with the question.
 
-    The function is pure: a case, its run and its witnesses in, findings out. It is called where every rank has the
+    The function is pure: a case, its run and its references in, findings out. It is called where every rank has the
     `records`. `blind`: what it cannot see. `not_judged`: why it says nothing of a case whose records are there.
     `partly`: what it does not judge of a case that it judges.
     """
@@ -317,8 +317,8 @@ class Check(msgspec.Struct, frozen=True):
     explains_failures: bool = False  # it also runs when ranks failed
     needs_linears: bool = False  # which, of a model that is not known, its single-rank reference tells
     needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
-    needs_relation: bool = False  # it compares with a partner, which not every case has
-    judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
+    needs_relation: bool = False  # it compares with a counterpart, which not every case has
+    judges_partner: bool = False  # it checks the counterpart of a compiled case, whose modules cannot be recorded
 
     @property
     def name(self) -> str:
@@ -334,7 +334,7 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def no_record(self) -> Rule:
-        """The rule that is broken where a rank lacks what it was asked to record."""
+        """Return the rule that is broken where a rank lacks what it was asked to record."""
         says = "no record of {record} on {where}"
         return Rule(name=f"{self.name}/no-record", stage=Stage.RUN, says=says, judged=False, only="a damaged trace")
 
@@ -358,7 +358,7 @@ class Check(msgspec.Struct, frozen=True):
         return missing or list(self.function(case, run, witnesses))
 
     def records_of(self, expect: Expectations) -> tuple[str, ...]:
-        """Return the fields of `RankTrace` that ranks must have filled; none where it judges the partner."""
+        """Return the fields of `RankTrace` that ranks must have filled; none where it checks the counterpart."""
         if self.judges_partner and expect.stands_for_modules:
             return ()
         return self.compiled_records or self.records if expect.case.compile != "none" else self.records
@@ -368,11 +368,11 @@ class Check(msgspec.Struct, frozen=True):
         return (*self.records_of(expect), *self.also_reads)
 
     def reads(self, expect: Expectations) -> tuple[str, ...]:
-        """Return every field of `RankTrace` that it reads, of a run or of its partner."""
+        """Return every field of `RankTrace` that it reads, of a run or of its counterpart."""
         return (*(self.records_of(expect) or self.records), *self.also_reads, *filter(None, [self.unasked]))
 
     def says_nothing_of(self, expect: Expectations, device: str) -> str:
-        """Return why it can say nothing of a case on a device although its records are there; empty where it can."""
+        """Return why it can say nothing of a case on a device although its records are there; empty if it can."""
         reason = self.not_judged(expect, device)
         if not reason and self.needs_linears and expect.model is None:
             return "the single-rank reference, which shows the linears, did not run"
@@ -385,5 +385,5 @@ def noun(record: str) -> str:
 
 
 def finished(run: Run | None) -> Run | None:
-    """Return the run; None where it did not finish."""
+    """Return the run; None if it did not finish."""
     return run if run is not None and run.complete else None

@@ -1,8 +1,8 @@
 """Is the model called with the tokens that `step` was given, and does a resumed run go on from what was saved?
 
 The integer tensors of every forward of the whole model are looked at. A target that trains its single-rank reference on
-wrong tokens too would show in no number. Steps that follow a resumption are judged as those of any run: nothing but the
-state is handed on.
+wrong tokens too would show in no number. Steps that follow a resumption are checked as those of any run: nothing but
+the state is handed on.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from harness.trace import RankTrace, Run
 from harness.trace.model import Resumed, StepInputs
 from harness.verdict import Finding, Value
 
-# A model may get its tokens in a form that is not recognised: packed, with special tokens, every tensor-parallel rank a
-# piece. Their neighbours are still neighbours.
+# A model may get its tokens in a form that is not recognized: packed, with special tokens, every tensor-parallel rank a
+# piece. Their neighbors are still neighbors.
 _COVERED = Limit("tokens.covered")
 
 
 _OWN = (
-    "train on the microbatches that step() is given, all of them: they are the part of this rank already, so use no "
-    "data loader, sampler or slice of your own."
+    "train on all microbatches that step() gets: they are already the part of this rank, so add no data loader, "
+    "sampler or slice."
 )
 
 _rule = Rules("tokens", Stage.DATA)
@@ -37,14 +37,14 @@ LABELS = _rule(
 )
 OTHER_RANK = _rule("other-rank", "{who}: the model is called with tokens of another data-parallel rank", fix=_OWN)
 SOME = _rule("some", "{who}: the model is called with {got} of {wanted} sequences only", fix=_OWN)
-FOREIGN = _rule("foreign", "{who}: the model is called with tokens that are not those of this step", fix=_OWN)
+FOREIGN = _rule("foreign", "{who}: the model is called with tokens that are not in this step's batch", fix=_OWN)
 
 
 _Wrong = tuple[Rule, str, str, int, int]  # what was expected and found, and the sequences that it got and wanted
 
 
 @_rule.judged_by(
-    blind="A model that is called in parts, or compiled whole; tokens in a form that is not recognised.",
+    blind="A model that is called in parts, or compiled whole; tokens in a form that is not recognized.",
     unasked="inputs",
     absent="the model is not called as a whole",
 )
@@ -93,7 +93,7 @@ def _of_ranks(
 
 
 def _wrong(step_inputs: StepInputs, part: range, covered: float) -> _Wrong | None:
-    """Return what is wrong with the inputs of one rank in one step; None for a form that is not recognised, too."""
+    """Return what is wrong with the inputs of one rank in one step; None for a form that is not recognized, too."""
     missing, foreign = set(part) - set(step_inputs.inputs), sorted(set(step_inputs.inputs) - set(part))
     expected = f"sequences {_spelled(part)} of the global batch"
     counts = len(part) - len(missing), len(part)
@@ -117,7 +117,7 @@ _resume = Rules("resume", Stage.DATA, only={"a damaged trace": "not-loaded"})
 NOT_LOADED = _resume("not-loaded", "no state was loaded by {layout}", key=("layout",))
 OTHER_STATE = _resume(
     "state",
-    "the state that {layout} loaded is not the one that was saved: {parts}; first {what} of {module}",
+    "the state that {layout} loaded differs from the saved state: {parts}; first {what} of {module}",
     key=("what",),
 )
 

@@ -45,8 +45,8 @@ OPERAND = _rule(
 )
 COUNT = _rule(
     "count",
-    "the gradient of the loss is {times:.6g} times the single-rank reference's although forward matches ({compared:n "
-    "matmul|matmuls}): the loss is divided by another count",
+    "the loss gradient is {times:.6g}x the single-rank reference although the forward matches ({compared:n "
+    "matmul|matmuls}): wrong token count",
     numeric=True,
 )
 LOSS = _rule(
@@ -116,7 +116,7 @@ class _Comparison:
         self._witness_counts = _counted(self._witness_casts, self._witness_matmuls)
 
     def _gathers_unequal_scales(self) -> bool:
-        """Return True when ranks gather shards of one weight by different scales, as torchao does under TP."""
+        """Return True if ranks gather shards of one weight by different scales, as torchao does under TP."""
         scales: dict[tuple[CastKey, int], set[str]] = defaultdict(set)
         for casts in self._casts.values():
             for key, cast in casts.items():
@@ -125,7 +125,7 @@ class _Comparison:
         return any(len(digests) > 1 for digests in scales.values())
 
     def first(self) -> Finding | None:
-        """Return the finding about the first difference; None where there is none."""
+        """Return the finding about the first difference, or None."""
         places = self._first_of_ranks(ROUNDING) or self._first_of_ranks(0.0)
         if not places:
             return None
@@ -134,7 +134,7 @@ class _Comparison:
         return self._start_of_backward(first, ranks) or self._of_operand(first)
 
     def _causal_order(self, place: _Place) -> tuple[int, ...]:
-        """Stages of a pipeline execute other operands: there causes precede by microbatch, direction and stage."""
+        """Stay of a pipeline execute other operands: there causes precede by microbatch, direction and stage."""
         wrong, key, stage = place.wrong, place.key, stage_of(self._case, place.key.fqn)
         direction = (1, -stage) if _is_backward(key) else (0, stage)
         of_stages = ("evaluation" not in key, place.microbatch, *direction) if self._case.layout.pp > 1 else ()
@@ -180,7 +180,7 @@ class _Comparison:
             return ""
         number = sum(stage_of(case, fqn) == sender for fqn in self._matching(ranks[0], place, backward=backward))
         agree = self._agree(number, f"{'backward' if backward else 'forward'} matmul", place)
-        return f"it comes from stage {sender} on rank {ranks[0]}, where {agree}" if number else ""
+        return f"stage {sender} on rank {ranks[0]} sent it, where {agree}" if number else ""
 
     def _at_attention(self, place: _Place) -> str:
         """Say what is left where the other linears of an attention module match, up to the one that differs."""
@@ -198,7 +198,8 @@ class _Comparison:
         cp = peers(self._case.layout, place.wrong.rank, ("cp",)) if self._case.layout.cp > 1 else ()
         shared = f", or {'gradients' if backward else 'what'} {format_ranks(cp)} send each other" if cp else ""
         attention = f"RoPE, the mask, the softmax scale and attention itself{shared}"
-        return f"{linears}: {self._agree(len(before), 'matmul', place)}; between them and {name} are {attention}"
+        agree = self._agree(len(before), "matmul", place)
+        return f"{linears}: {agree}, so check what is between them and {name}: {attention}"
 
     def _start_of_backward(self, first: _Place, ranks: list[int]) -> Finding | None:
         """Return the finding about the loss where the first gradient of backward differs; None for any other place."""
@@ -242,12 +243,12 @@ class _Comparison:
         if wrong or not compared or len(compared) != self._witness_counts[key]:
             return finding
         which = counted(len(compared), "weight-gradient matmul has", "weight-gradient matmuls have")
-        left = "the matmul itself, or its gradient is accumulated, reduced or scaled in another way"
-        note = f"{which} the operands of the single-rank reference, bit for bit: it is {left}"
+        left = "this matmul, or how its gradient is accumulated, reduced or scaled"
+        note = f"{which} operands that are bitwise identical to the single-rank reference: check {left}"
         return replace(finding, notes=(*finding.notes, note))
 
     def _gradient_factor(self) -> float:
-        """By what gradients of outputs are larger than in the witness, which divides its loss by `dp` as well.
+        """By what gradients of outputs are larger than in the reference, which divides its loss by `dp` as well.
 
         Ranks divide by it too, or leave that to FSDP2, which averages gradients of parameters: the first tells. Those
         of a Llama divide by all tokens.
@@ -337,11 +338,11 @@ class _Comparison:
             yield "float8 data", operand, expected.data_digest, found.data_digest
 
     def _sums_in_order(self, step: int) -> bool:
-        """Return True when the layout sums in the order of one rank, so that every bit is equal."""
+        """Return True if the layout sums in the order of one rank, so that every bit is equal."""
         return self._ordered or (self._same_activations and step == 1)
 
     def _same_data(self, cast: CastRecord) -> bool:
-        """True when the float8 data must be the witness's: the tensor is replicated, and its rounding is the same."""
+        """True if the float8 data must be the reference's: the tensor is replicated, and its rounding is the same."""
         whole = cast.phase != "gathered" and all(placement == "Replicate()" for placement in cast.placements)
         return whole and (self._sums_in_order(cast.step) or self._sharp)
 
@@ -357,7 +358,7 @@ class _Comparison:
         return self._factor if role == "grad_output" else 1.0
 
     def _shards(self, rank: int, key: tuple[CastKey, int]) -> list[CastRecord]:
-        """The cast on every TP rank that holds a shard of the tensor; on this rank alone where it is replicated."""
+        """Return cast on every TP rank that holds a shard of the tensor; on this rank alone where it is replicated."""
         whole = all(placement == "Replicate()" for placement in self._casts[rank][key].placements)
         others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
         return list(on_ranks(self._casts, others, key).values())

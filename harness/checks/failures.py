@@ -36,7 +36,7 @@ _FOLDER = re.compile(r"^.*/(?=harness/worker/)")
 
 
 class Frame(NamedTuple):
-    """A call. `code`: its line, empty where it is not known."""
+    """A call. `code`: its line, empty if it is not known."""
 
     file: str
     line: int
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The file as a dotted name, the same wherever the package is installed."""
+        """Return the file as a dotted name, the same wherever the package is installed."""
         return _FOLDER.sub("", _INSTALLED.sub("", self.file)).removesuffix(".py").replace("/", ".")
 
     def __str__(self) -> str:
@@ -145,10 +145,10 @@ def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
     return raised and failure.phase == "build" and (any_error or failure.message.startswith("NotImplementedError"))
 
 
-ENGINE = "engine"  # in place of a check, in findings about ranks that did not finish
+ENGINE = "engine"  # instead of a check, in findings about ranks that did not finish
 
 RULES = Rules("engine", Stage.RUN, only={"a rank that hangs": "stuck", "a damaged trace": "unknown report"})
-UNKNOWN = RULES("unknown", "the engine reports {status}, but no rank reports a cause")
+UNKNOWN = RULES("unknown", "the launcher reports {status}, but no rank reports a cause")
 RAISED = RULES("raised", "{ranks} {end}", key=("error",))
 STUCK = RULES("stuck", "{ranks} {end}")
 LOST = RULES("lost", "{ranks} {end}")
@@ -237,39 +237,38 @@ _KNOWN = {
     "`free -h`, `df -h` and the limits of the job or container; smaller values of --slots and -j run fewer ranks at "
     "the same time.",
     r"initialize the default process group twice": "the harness has initialized the process group before build(): "
-    "leave out dist.init_process_group(), or guard it by `if not dist.is_initialized()`.",
+    "remove dist.init_process_group(), or guard it with `if not dist.is_initialized()`.",
     r"'(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'": "ranks are not started by torchrun: "
-    "use dist.get_rank(), dist.get_world_size() and world.device in place of its environment variables.",
-    r"not compiled with CUDA|[Nn]o NVIDIA driver|No CUDA GPUs|CUDA driver": "build on world.device, and name no "
-    "device of your own: on this machine it is the virtual FP8 device, a cpu.",
-    r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b": "float8 matmuls need sizes that are "
-    "multiples of 16, of 32 in MXFP8, those of a shard too: choose such sizes, leave the linear out (filter_fqns), or "
-    "pad the inner one (pad_inner_dim; not in MXFP8).",
-    r"mixed torch\.Tensor and DTensor": "a plain tensor meets a distributed one. In the optimizer: give parameters of "
-    "every device mesh a parameter group of their own. In forward: distribute the tensor too, or take .to_local() of "
-    "the other.",
+    "use dist.get_rank(), dist.get_world_size() and world.device instead of its environment variables.",
+    r"not compiled with CUDA|[Nn]o NVIDIA driver|No CUDA GPUs|CUDA driver": "build on world.device and "
+    "hard-code no device: here it is the virtual FP8 device, a CPU.",
+    r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b": "float8 matmuls need multiples of "
+    "16 (MXFP8: 32), in shards too: change the sizes, exclude the linear (filter_fqns), or pad the inner dimension "
+    "(pad_inner_dim, not in MXFP8).",
+    r"mixed torch\.Tensor and DTensor": "a plain tensor meets a DTensor. In the optimizer: make one parameter group "
+    "per device mesh. In forward: distribute the tensor too, or call .to_local() on the other.",
     r"element 0 of tensors does not require grad": "the loss has no graph: look for torch.no_grad(), .detach(), "
     ".item() or frozen parameters before backward().",
-    r"backward through the graph a second time": "call backward() once for every microbatch, on a loss of its own.",
-    r"Missing key in checkpoint state_dict: \S*param_groups": "another layout has other parameter groups: save "
-    "options of an optimizer by parameter, with StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict "
-    "and set_state_dict.",
-    r"No module named": "install it into the environment of fp8-harness, or run where its file is: the folder of the "
-    "project and the current one are searched.",
+    r"backward through the graph a second time": "call backward() once per microbatch, on the loss of that microbatch.",
+    r"Missing key in checkpoint state_dict: \S*param_groups": "parameter groups differ between layouts: save "
+    "optimizer options per parameter, with StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict and "
+    "set_state_dict.",
+    r"No module named": "install it next to fp8-harness, or run from its folder: the project and current folder are "
+    "searched.",
     r"must be single-threaded to fork": "start no thread at import or in preload(): ranks are forked from that "
     "process. Start it in build(), or switch it off before the import: `tqdm.tqdm.monitor_interval = 0`, "
-    "`JE_ARROW_MALLOC_CONF=background_thread:false` for pyarrow; loggers and data loaders with threads belong into "
-    "build(). `--engine torchrun` runs it as it is.",
+    "`JE_ARROW_MALLOC_CONF=background_thread:false` for pyarrow. Create loggers and data loaders with threads in "
+    "build(). `--launcher torchrun` runs it unchanged.",
     r"must use no device before it forks": "use no GPU at import or in preload(): ranks are forked from that process, "
     'which breaks CUDA. `torch.cuda.is_available()` and `torch.cuda.device_count()` are safe there; tensors on "cuda" '
-    "and `torch.cuda.get_device_capability()` belong into build(). `--engine torchrun` runs it as it is.",
+    "and `torch.cuda.get_device_capability()` belong in build(). `--launcher torchrun` runs it unchanged.",
     r"unexpected keyword argument|missing \d+ required positional argument|positional arguments? but \d+ w": "the "
     "harness calls build(case, world) and step(microbatches); compare the signatures.",
 }
 
 
 class Advised(NamedTuple):
-    """An error without its advice, and the advice; None where there is none."""
+    """An error without its advice, and the advice, or None."""
 
     what: str
     fix: str | None
@@ -288,19 +287,19 @@ def advice(error: str) -> Advised:
     return Advised(what=error, fix=next((fix for pattern, fix in _KNOWN.items() if re.search(pattern, error)), None))
 
 
-# A witness that did not finish
+# A reference that did not finish
 
-_CALLS = 3  # of the traceback of a witness that raised
+_CALLS = 3  # of the traceback of a reference that raised
 
 
 def why_unfinished(run: Run | None) -> str:
-    """Why a run did not finish, as the end of a sentence: ": TypeError: ..."; empty where nothing is known of it."""
+    """Why a run did not finish, as the end of a sentence: ": TypeError: ..."; empty if nothing is known of it."""
     causes = () if run is None else run.causes or run.failures
     return f": {causes[0].message.partition(chr(10))[0]}" if causes else ""
 
 
 def unfinished(rule: Rule, who: str, run: Run | None, case_run: Run) -> Finding:
-    """The finding of a check that cannot compare `case_run` with a run of `who`, with the calls that it ended in."""
+    """Return finding of a check that cannot compare `case_run` with a run of `who`, with the calls that it ended in."""
     return rule.finding(who=who, why=why_unfinished(run), expected=f"a run of {who}", found=_ending(run, case_run))
 
 

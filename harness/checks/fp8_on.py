@@ -16,7 +16,7 @@ from harness.text import counted
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding, Value
 
-_TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
+_TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared-memory backend, or torch's gloo
 
 _rule = Rules(
     "fp8_on",
@@ -31,7 +31,9 @@ NO_RANK = _rule("no-rank", "no rank left a trace")
 CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
 _OF_ALL = "{count} of {total:n linear|linears} "
 NOT_CONVERTED = _rule("not-converted", f"{_OF_ALL}were not converted to FP8 on {{ranks}}: {{names}}")
-CONVERTED = _rule("converted", f"{_OF_ALL}were converted to FP8 against the case on {{ranks}}: {{names}}")
+CONVERTED = _rule(
+    "converted", f"{_OF_ALL}were converted to FP8 although the case excludes them, on {{ranks}}: {{names}}"
+)
 TWICE = _rule("twice", f"{_OF_ALL}are recorded twice on {{ranks}}: {{names}}")
 FILTERS = _rule("filters", "filter_fqns {entries} match no linear on {ranks}")
 NOT_SCALED = _rule("not-scaled", "{ranks} ran without scaled matmuls")
@@ -42,7 +44,7 @@ FOREIGN_PARTS = _rule("foreign-parts", "parts of the virtual FP8 device are inst
 
 
 @_rule.judged_by(
-    blind="A linear that is converted and called, and computes in high precision inside of its own code.",
+    blind="A converted linear that computes in high precision inside its own code.",
     needs_linears=True,
 )
 def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
@@ -79,7 +81,7 @@ def _converted(case: Case, run: Run, converted: tuple[str, ...]) -> Iterator[Fin
 
 
 def _executed(case: Case, run: Run) -> Iterator[Finding]:
-    """Scaled matmuls in every step of every rank, or none at all; their exact number is the check `matmuls`."""
+    """Yield scaled matmuls in every step of every rank, or none at all; their exact number is the check `matmuls`."""
     enabled = case.float8.enabled
     wrong = [trace.rank for trace in run.traces if any((step.scaled_mm_calls > 0) != enabled for step in trace.steps)]
     idle = [trace.rank for trace in run.traces if not trace.steps]
@@ -132,7 +134,7 @@ def _not_counted(expect: Expectations, device: str) -> str:
 
 
 @_matmuls.judged_by(
-    blind="One matmul too many that makes up for one too few; `scales` and `fp8_on` know their linears.",
+    blind="An extra matmul that hides a missing one; `scales` and `fp8_on` know their linears.",
     not_judged=_not_counted,
     formula=MATMULS,
     needs_linears=True,
@@ -161,18 +163,19 @@ REFUSED = re.compile(r"divisible by (?:16\b|inner block size\b)|multiple of (?:1
 _alignment = Rules(
     "alignment", Stage.MODEL, only={"an own target": "sizes", "a damaged trace": "other-error no-end none-refused"}
 )
-REFUSED_ALIGNED = _alignment("refused", "refused on {ranks} although every GEMM is aligned")
+REFUSED_ALIGNED = _alignment("refused", "torch rejects the case on {ranks} although every matmul is aligned")
 REFUSED_SIZES = _alignment(
-    "sizes", "refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of {multiple} there"
+    "sizes",
+    "torch rejects the case on {ranks}: a size of a converted linear, or its tokens, is not a multiple of {multiple}",
 )
-TRAINED = _alignment("trained", "trained silently on {ranks} instead of being refused ({refusal}: {reason})")
-OTHER_ERROR = _alignment("other-error", "failed on rank {rank} with another error than the refusal {refusal}")
+TRAINED = _alignment("trained", "trained on {ranks} instead of raising the expected error ({refusal}: {reason})")
+OTHER_ERROR = _alignment("other-error", "rank {rank} raised another error than the expected one ({refusal})")
 NO_END = _alignment("no-end", "{ranks} neither trained nor failed")
-NONE_REFUSED = _alignment("none-refused", "no rank was refused: every failure is the consequence of another one")
+NONE_REFUSED = _alignment("none-refused", "no rank raised the expected error: every failure follows from another one")
 
 
 @_alignment.judged_by(
-    blind="A refusal by a kernel that has other limits than torch's registrations state.", explains_failures=True
+    blind="An error of a kernel whose limits differ from those that torch registers.", explains_failures=True
 )
 def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
     """Is a misaligned FP8 matmul refused, and only a misaligned one?"""
@@ -185,7 +188,7 @@ def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
             first, found = ranks[0], refused[0].message
             yield rule.finding(rank=first, ranks=ranks, expected="training", found=found, multiple=multiple)
         return
-    expected, trained = f"refused: {refusal.reason}", [trace.rank for trace in run.traces]
+    expected, trained = f"an error: {refusal.reason}", [trace.rank for trace in run.traces]
     if trained:
         names = {"refusal": refusal.name, "reason": refusal.reason, "pattern": refusal.pattern}
         yield TRAINED.finding(ranks=trained, expected=expected, found="no error", values=names)
@@ -204,6 +207,6 @@ def _no_outcome(case: Case, run: Run) -> Iterator[Finding]:
     ended = {failure.rank for failure in run.failures} | {trace.rank for trace in run.traces}
     missing = set(range(case.world_size)) - ended
     if missing:
-        yield NO_END.finding(ranks=missing, expected=f"{case.world_size} refused ranks")
+        yield NO_END.finding(ranks=missing, expected=f"{case.world_size} ranks with the expected error")
     elif run.failures and not run.causes:
-        yield NONE_REFUSED.finding(expected="at least 1 refused rank", found="0")
+        yield NONE_REFUSED.finding(expected="at least 1 rank with the expected error", found="0")

@@ -48,7 +48,7 @@ def _partly(expect: Expectations, device: str) -> str:
 
 
 @_rule.judged_by(
-    blind="Which linear a cast is of; what generated code does otherwise than its graph, which `graphs` compares.",
+    blind="The linear of a cast; differences between generated code and its graph, which `graphs` compares.",
     partly=_partly,
     records=("graphs",),
     formula=CASTS,
@@ -155,7 +155,7 @@ def _slack(case: Case, cast: GraphCast) -> float:
     """Return how far the amax may be from the one that the scale was made for, relative to it.
 
     Generated code saves the scale of a cast for backward, which computes the source again: by other operators fused to
-    another kernel, so that the last bit may differ. The scale is judged where it is made. Under TP scales are made of
+    another kernel, so that the last bit may differ. The scale is checked where it is made. Under TP scales are made of
     an amax of all ranks: the code's, while the source is the graph's. A few elements saturate then.
     """
     in_another_kernel = cast.scale_is_given or case.layout.tp > 1
@@ -198,7 +198,7 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
             for side, (scale, orders) in sides.items():
                 known = [casts[trace.rank][matmul.step, order] for order in orders if matmul.step]
                 if case.float8.traits.in_blocks and matmul.step:  # the scales of blocks are the cast's, every one
-                    expected = str(known[0].scale) if known else "those of a cast in this step"
+                    expected = str(known[0].scale) if known else "the scales of a cast in this step"
                     fits = scale.digest in {cast.scale.digest for cast in known}
                 else:
                     right = [inverse(cast.scale) for cast in known]
@@ -213,7 +213,7 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _fits(case: Case, matmul: GraphMatmul, scale: ScaleSummary, expected: tuple[float, float]) -> bool:
-    """In backward, generated code multiplies with scales that it saved: those of the casts but for their rounding."""
+    """In backward, generated code multiplies with scales that it saved: those of the casts except their rounding."""
     saved = case.compile == "inductor" and matmul.phase == "backward"
     slack = rounding(case) if saved else 0.0
     pairs = zip((scale.minimum, scale.maximum), expected, strict=True)
@@ -237,7 +237,7 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[M
 
 
 def _largest_scaled(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
-    """Of a scale that ranks share only the largest amax can be judged."""
+    """Of a scale that ranks share only the largest amax can be checked."""
     highest = largest(cast.scaled_amax_maximum for cast in group.values())
     yield from _power_of_two(case, rank, group[rank], highest, highest)
 

@@ -41,15 +41,15 @@ CONSTANTS = _rule(
 )
 GENERATED = _rule(
     "generated",
-    "the {tensor} of {module} in generated code is not what its graph computes from the same operands: relative "
-    "distance of all or of a row {distance:.2g}, {allowed:.2g} allowed ({count} of {compared} tensors of this step)",
+    "the {tensor} of {module} in generated code differs from its graph on the same operands: relative "
+    "distance of all or of a row {distance:.2g}, tolerance {allowed:.2g} ({count} of {compared} tensors of this step)",
     located=True,
     numeric=True,
     key=("tensor",),
 )
 GRADIENT = _rule(
     "gradient",
-    "the gradient of {module} is not the one that generated code returned for it: relative distance {distance:.2g}, "
+    "the gradient of {module} is not the one that generated code returned for it: relative error {distance:.2g}, "
     "{allowed:.2g} allowed ({count} of {compared} gradients of this step)",
     located=True,
     numeric=True,
@@ -200,7 +200,7 @@ def _example(call: FusedCall) -> str:
 
 
 def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
-    """The first tensor of generated code that is too far off, in the order of execution: no other is its reason."""
+    """Yield the first tensor of generated code that is too far off, by execution: no other is its reason."""
     compared: list[Compared] = []
     for result in recorded.generated:
         limit = allowed_distance(case, result, emulated=recorded.emulates_roundings)

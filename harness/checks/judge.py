@@ -1,10 +1,10 @@
-"""The judge: takes one run of one case and its witnesses, returns one verdict with its findings.
+"""The judge: takes one run of one case and its references, returns one verdict with its findings.
 
 The rules, in order:
 
 1. The engine's `infra` and `hang` are final: such a run proves nothing about the numbers, and no expected refusal
    explains a hang.
-2. Every check that applies is executed. A case with an expected refusal is judged only by the check that the refusal
+2. Every check that applies is executed. A case with an expected refusal is checked only by the check that the refusal
    names; any other case whose ranks failed, only by `alignment`, which may explain the failure.
 3. A crash is a crash, unless it is exactly the expected refusal.
 4. Otherwise the worst finding decides. `invariant` outranks `numeric`: a broken rule is usually the cause of a wrong
@@ -86,7 +86,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
 
 
 def _findings(check: Check, case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Return what a check finds; one that breaks is a finding of its own, and takes no other with it."""
+    """Return what a check finds; one that breaks is its own finding, and takes no other with it."""
     try:
         return check(case, run, witnesses)
     except Exception as error:
@@ -141,12 +141,12 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
     of_partner = check.needs_relation or (check.judges_partner and expect.stands_for_modules)
     if (of_partner or check.needs_signature) and witnesses.partner_has_fix:
-        return "judged in the second run, with the candidate fix"
+        return "checked in the second run, with the candidate fix"
     return None
 
 
 def _unrecorded_by_design(check: Check, run: Run, witnesses: Witnesses) -> str:
-    """Return why no rank has what the check reads, where none had to; empty where it is there or missing."""
+    """Return why no rank has what the check reads, where none had to; empty if it is there or missing."""
     expect = witnesses.expect
     for record in filter(lambda record: _is_nowhere(record, run), check.records_of(expect)):
         if record in expect.not_recorded:
@@ -221,7 +221,7 @@ def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding
 
 
 def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
-    """The judgement in the light of the records that affect the case; an infrastructure failure stays what it is."""
+    """Return judgement in the light of the records that affect the case; an infrastructure failure stays what it is."""
     if not faults or judgement.verdict is Verdict.INFRA:
         return judgement
     if judgement.verdict is Verdict.PASSED:

@@ -1,7 +1,7 @@
 """Local parity: does every module compute what one rank computes from the same operands?
 
 Parity follows whole trajectories, which FP8 rounding drives apart where ranks sum in another order. Here every module
-is judged by itself (`worker/one_rank/replay.py`), so that the limits are those of rounding: bit for bit, or well
+is checked by itself (`worker/one_rank/replay.py`), so that the limits are those of rounding: bit for bit, or well
 below 2 %.
 """
 
@@ -52,8 +52,8 @@ INCOMPARABLE = _rule(
 )
 TENSOR = _rule(
     "tensor",
-    "the {tensor} of {module}{part} is not what one rank computes from the same operands: relative distance "
-    "{distance:.2g}, {allowed:.2g} allowed ({count} of {compared} tensors of this step)",
+    "the {tensor} of {module}{part} differs from its replay on one rank with the same operands: relative error "
+    "{distance:.2g}, tolerance {allowed:.2g} ({count} of {compared} tensors of this step)",
     located=True,
     numeric=True,
     key=("tensor",),
@@ -65,7 +65,7 @@ SUM = _rule(
     numeric=True,
     key=("ended",),
 )
-_OFF = " does not follow from the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
+_OFF = " does not follow from the recorded {source}: relative error {distance:.2g}, tolerance {allowed:.2g}"
 LOSS = _rule("loss", "{number}" + _OFF, numeric=True)
 NORM = _rule("grad-norm", "{number}" + _OFF, numeric=True)
 
@@ -81,7 +81,7 @@ def _partly(expect: Expectations, device: str) -> str:
 
 
 @_rule.judged_by(
-    blind="What no module computes, such as the order of microbatches; steps that are not replayed.",
+    blind="Bugs outside of modules, such as the order of microbatches; steps that are not replayed.",
     partly=_partly,
     records=("module_tensors",),
     judges_partner=True,
@@ -187,7 +187,7 @@ def _sum_instead(terms: SumTerms) -> str:
         return "it is averaged instead of summed" if is_mean else f"it is {first:g} times the sum"
     own = {rank: tuple(float(rank == other) for other in terms.ranks) for rank in terms.weights}
     if all(own[rank] == multiples for rank, multiples in terms.weights.items()):
-        return "ranks go on with what they computed themselves"
+        return "ranks continue with their local result"
     rank, weights = next((rank, multiples) for rank, multiples in terms.weights.items() if set(multiples) != {1.0})
     shown = " + ".join(f"{one:g} x rank {of}" for of, one in zip(terms.ranks, weights, strict=True))
     return f"rank {rank} goes on with {shown}"

@@ -55,12 +55,14 @@ PROVES_NOTHING = _rule(
     judged=False,
 )
 LOSS = _rule(
-    "loss", "the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed", numeric=True
+    "loss",
+    "the loss differs by {difference:+.3g} from the golden at step {step}, tolerance {allowed:.3g}",
+    numeric=True,
 )
 
 
 @_rule.judged_by(
-    blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance."
+    blind="Most faults of FP8 training: two thirds of the injected ones leave the loss within the tolerance."
 )
 def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
     """Does the run learn what BF16 learns?"""

@@ -2,7 +2,7 @@
 
 A derived tolerance is how far a run may be from BF16 and from one rank where none was measured. It comes from BF16 runs
 of the model, data and steps of the case on one rank, with random errors as large as those of float8
-(`worker/training/noise.py`). No FP8 code runs in them, so a fault of it cannot widen what it is judged by, and nothing
+(`worker/training/noise.py`). No FP8 code runs in them, so a fault of it cannot widen what it is checked by, and nothing
 is borrowed from another model. `tests/worker/test_training.py` compares them with measured tolerances.
 """
 
@@ -33,7 +33,7 @@ LOSSES, GRADIENT_NORMS, FLUSHED = "losses", "gradient norms", "flushed values"
 
 
 def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
-    """Return the numbers of a run and of what it was compared with; None where no rank finished."""
+    """Return the numbers of a run and of what it was compared with; None if no rank finished."""
     if not run.traces:
         return None
     traces = run.by_rank
@@ -102,7 +102,7 @@ def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
 
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
-    """Return what the formula says that these ranks multiply; empty where it does not apply."""
+    """Return what the formula says that these ranks multiply; empty if it does not apply."""
     if not _applies(expect) or expect.case.model.experts or any(trace.flops is None for trace in traces):
         return {}  # how many rows experts multiply is found in the run
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
@@ -120,7 +120,7 @@ def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
 
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
-    """Return what the formula says that these ranks send; empty where it does not apply."""
+    """Return what the formula says that these ranks send; empty if it does not apply."""
     if not _applies(expect) or any(trace.traffic is None for trace in traces):
         return {}
     terms = [
@@ -135,7 +135,7 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
-    """Return what the formula says that these ranks save; None where it does not apply."""
+    """Return what the formula says that these ranks save; None if it does not apply."""
     if not _applies(expect) or not expect.saves_exactly or _saved(traces) is None:
         return None
     return sum(
@@ -195,7 +195,7 @@ def _cast_calls(traces: Sequence[RankTrace]) -> int | None:
 
 
 def _expected_cast_calls(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
-    """What the formula says that the linears of these ranks cast; None where it does not apply, or nothing is seen."""
+    """What the formula says that the linears of these ranks cast; None if it does not apply, or nothing is seen."""
     if not _applies(expect) or any(trace.operands is None for trace in traces):
         return None
     return expect.case.train.steps * sum(expect.of(trace.rank).cast_calls for trace in traces)
@@ -247,7 +247,7 @@ def _values(numbers: Numbers) -> Mapping[str, object]:
         FLUSHED: numbers.flushed,
         "loss distance": numbers.loss_distance,
         "parity": numbers.parity,
-        "local parity": numbers.local_parity,
+        "per-module replay": numbers.local_parity,
     }
 
 

@@ -30,16 +30,15 @@ from harness.verdict import Finding
 MODES: tuple[CheckpointMode, ...] = ("none", "full", "selective_op", "selective_layer")
 
 _rule = Rules("memory", Stage.MEMORY, only={"another torch": "limits"})
-NO_MARKS = _rule("no-marks", "the graphs of the blocks do not have the marks of checkpointing", stage=Stage.MODEL)
+NO_MARKS = _rule("no-marks", "the graphs of the blocks have no checkpointing tags", stage=Stage.MODEL)
 KEPT = _rule(
     "kept",
-    "{count:n result that checkpointing computes again is|results that checkpointing computes again are} saved "
-    "for backward",
+    "{count:n result that checkpointing recomputes is|results that checkpointing recomputes are} saved for backward",
 )
 LIMITS = _rule("limits", "compiled blocks save {much} bytes for backward", key=("much",), formula=SAVED_MEMORY)
 OTHER_MODE = _rule(
     "other-checkpointing",
-    "saved memory fits checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
+    "saved activations fit checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
     stage=Stage.MODEL,
     key=("mode", "asked"),
     formula=SAVED_MEMORY,
@@ -54,7 +53,7 @@ BYTES = _rule("bytes", "wrong number of {dtype} bytes saved for backward", key=(
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
-    judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are judged alone
+    judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are checked alone
     return undescribed(expect.case, judged_on)
 
 
@@ -64,7 +63,7 @@ def _partly(expect: Expectations, device: str) -> str:
 
 
 @_rule.judged_by(
-    blind="Tensors of the right size with other values; what is kept outside of autograd, which `live_memory` counts.",
+    blind="Wrong values in tensors of the right size; memory outside of autograd, which `live_memory` counts.",
     not_judged=_not_judged,
     partly=_partly,
     records=("saved_memory",),
@@ -136,7 +135,7 @@ def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str, int]) -> str:
-    """Return the other checkpointing that saves exactly these bytes; empty where none does."""
+    """Return the other checkpointing that saves exactly these bytes; empty if none does."""
     for mode in MODES:
         other = Expectations(replace(expect.case, checkpointing=Checkpointing(mode=mode)))
         is_other = mode != expect.case.checkpointing.mode and other.saves_exactly
@@ -149,19 +148,19 @@ S = TypeVar("S", LiveTensor, LiveStorage)
 
 _live = Rules("live_memory", Stage.MEMORY, only={"a damaged trace": "no-census"})
 NO_CENSUS = _live("no-census", "no record of live memory {when}")
-TOO_MUCH = _live("too-much", "{tensors} is alive {when}, and nothing explains it", key=("when",), formula=LIVE_MEMORY)
+TOO_MUCH = _live("too-much", "{tensors} is alive {when} for no known reason", key=("when",), formula=LIVE_MEMORY)
 TOO_LITTLE = _live("too-little", "{purpose} is not alive {when}", key=("purpose", "when"), formula=LIVE_MEMORY)
 SCALARS = _live("scalars", "wrong number of scalars alive {when}", key=("when",), formula=LIVE_MEMORY)
 
 
 def _not_described(case: Case, device: str) -> str:
     if case.layout.pp > 1:
-        return "stages keep what they receive and send; `leaks` judges that it does not grow"
+        return "pipeline stages keep send and receive buffers, and `leaks` checks that they do not grow"
     return undescribed(case, device)
 
 
 @_live.judged_by(
-    blind="A tensor in the place of another of the same dtype and size; what is alive inside of an operator.",
+    blind="A tensor that replaces another of the same dtype and size; memory inside of an operator.",
     not_judged=lambda expect, device: _not_described(expect.case, device),
     records=("saved_memory",),
     formula=LIVE_MEMORY,
@@ -191,7 +190,7 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 def _difference(
     live: LiveMemory, expected: tuple[LiveStorage, ...], scalars: int, step: int, when: str
 ) -> Finding | None:
-    """None if the storages are the expected ones."""
+    """Return None if the storages are the expected ones."""
     extra, lost = _beyond(live.tensors, expected), _beyond(expected, live.tensors)
     wanted, got = _amount(expected, scalars), _amount(live.tensors, live.scalars)
     if extra:

@@ -1,9 +1,9 @@
-"""Does a case compute what its partner computes, and do what it did when its signature was recorded?
+"""Does a case compute what its counterpart computes, and do what it did when its signature was recorded?
 
-The solo witness cannot answer this sharply where a layout sums in another order, because rounding hides differences.
-The partner is the same case without options that must be neutral: it has the same layout, so its results must match bit
-for bit. Which options are neutral is stated in `expect/relations.py`. A signature is what a run of a case sent,
-multiplied and kept, for models that no formula describes.
+The single-rank reference cannot answer this sharply where a layout sums in another order, because rounding hides
+differences. The counterpart is the same case without options that must be neutral: it has the same layout, so its
+results must match bit for bit. Which options are neutral is stated in `expect/relations.py`. A signature is what a run
+of a case sent, multiplied and kept, for models that no formula describes.
 """
 
 import math
@@ -28,7 +28,7 @@ from harness.verdict import Finding, Value
 
 _rule = Rules("metamorphic", Stage.SAME_LAYOUT, only={"a damaged trace": "nothing-compared one-side"})
 NO_PARTNER = _rule.no_witness()
-_DIFFERS = "{noun} differ from {partner}; worst {module}: relative distance {distance:.2g}"
+_DIFFERS = "{noun} differ from {partner}; worst {module}: relative error {distance:.2g}"
 LOSS = _rule("loss", "loss differs from {partner}", numeric=True)
 GRAD_NORM = _rule("grad-norm", "grad norm differs from {partner}", numeric=True)
 NOTHING_COMPARED = _rule("nothing-compared", "no gradients were compared: {partner} recorded none")
@@ -60,7 +60,7 @@ def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Findin
 def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
     """Yield the first step with a different loss or gradient norm. Steps that are missing are reported by `finite`.
 
-    Where async TP is what the partner lacks, the operators that it fused are to be looked at.
+    Where async TP is what the counterpart lacks, the operators that it fused are to be looked at.
     """
     for name, rule in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
         expected = {step.step: getattr(step, name) for step in partner.traces[0].steps}
@@ -70,7 +70,7 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
 
 
 def _fused(relation: Relation, run: Run) -> str:
-    """Return the operators that async TP fused, where the partner has none; empty for any other relation."""
+    """Return the operators that async TP fused, where the counterpart has none; empty for any other relation."""
     if relation.partner.layout.async_tp or "async_tp" not in relation.name:
         return ""
     graphs = (trace.graphs for trace in run.traces if trace.graphs is not None)
@@ -95,7 +95,7 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
 
 
 def _bits(run: Run, partner: Run) -> Iterator[Compared]:
-    """Yield shards of a rank beside those of the same rank of the partner: what is not finite equals nothing."""
+    """Yield shards of a rank beside those of the same rank of the counterpart: what is not finite equals nothing."""
     found, expected = _shards(run), _shards(partner)
     same = {place: _same_bits(found[place], expected.get(place)) for place in sorted(found)}
     distances = {} if all(same.values()) else relative_distances(assemble(run.traces), assemble(partner.traces))
@@ -121,7 +121,7 @@ def _shards(run: Run) -> dict[tuple[SketchKey, int], TensorSketch]:
 
 
 def _partner(relation: Relation) -> str:
-    return f"the partner {case_id(relation.partner)} ({relation.name})"
+    return f"the counterpart {case_id(relation.partner)} ({relation.name})"
 
 
 def _promise(relation: Relation) -> str:
@@ -129,19 +129,19 @@ def _promise(relation: Relation) -> str:
 
 
 _signature = Rules("signature", Stage.COLLECTIVES, only={"an own target": "executed memory"})
-_SAYS = "not the recorded number or size of {what}"
+_SAYS = "number or size of {what} differs from the recorded profile"
 EXECUTED = _signature("executed", _SAYS, key=("what",))
 MEMORY = _signature("memory", _SAYS, stage=Stage.MEMORY, key=("what",))
 
 
 def _no_signature(expect: Expectations, device: str) -> str:
     if expect.has_formulas:
-        return "formulas say what the model sends, multiplies and keeps"
-    return "" if describes(device) else "signatures are recorded on the virtual device"
+        return "formulas cover what the model sends, multiplies and saves"
+    return "" if describes(device) else "profiles are recorded on the virtual device"
 
 
 @_signature.judged_by(
-    blind="What was wrong already when it was recorded.",
+    blind="A bug that was there when the profile was recorded.",
     not_judged=_no_signature,
     records=("traffic", "saved_memory"),
     also_reads=("operands", "graphs"),
@@ -153,7 +153,7 @@ def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     The first finding names the command by which a change that is intended is recorded.
     """
     signature = witnesses.signature
-    assert signature is not None, "without a signature the check is not executed"
+    assert signature is not None, "without a profile the check is not executed"
     findings = merge_ranks(run, lambda trace: first_of_each(_other_than_recorded(case, signature, trace)))
     note = f"if it is intended, `{witnesses.update_signature}` records it"
     return [*(replace(first, notes=(note,)) for first in findings[:1]), *findings[1:]]

@@ -27,7 +27,7 @@ _HARMFUL = {
     "default dtype": f"set it only for the construction of the model, and set it back: {_PROCESS}",
     "default device": f"use `with torch.device(world.device):` around the construction of the model: {_PROCESS}",
     "gradients": f"use `with torch.no_grad():` where it is needed, not torch.set_grad_enabled(False): {_PROCESS}",
-    "training mode": "call `model.train()` behind what is evaluated.",
+    "training mode": "call `model.train()` after the evaluation.",
 }
 
 
@@ -77,13 +77,13 @@ BUFFER = _rule(
     "buffer",
     "buffer {module} differs between {pair} ({count:n such buffer})",
     stage=Stage.DATA,
-    fix="initialise buffers the same way on every rank and in every layout: seed alike, by case.train.seed and "
+    fix="initialize buffers the same way on every rank and in every layout: seed alike, by case.train.seed and "
     "not by the rank, or broadcast them. The harness writes parameters only, so such a buffer changes what "
     "this rank computes, and what your own training computes too.",
 )
 NO_FSDP = _rule(
     "reference-without-fsdp",
-    "the single-rank reference has no FSDP module, and the ranks have: its mixed precision and buffers are others",
+    "the single-rank reference has no FSDP module but the ranks do, so mixed precision and buffers differ",
     fix="call fully_shard where `world.fsdp` is true, not where `dp_shard > 1`: the reference has one rank, and needs "
     "the same mixed precision.",
 )
@@ -119,7 +119,7 @@ BUFFER_CHANGED = _rule(
     "buffer-changed",
     "training changes buffer {module}, unlike on {who} ({count:n such buffer})",
     stage=Stage.DATA,
-    fix="leave a buffer alone that the whole run needs as it was built, or change it in every layout.",
+    fix="do not change buffers that the run needs as built, or change them in every layout.",
 )
 SETTING = _rule("setting", "the target leaves torch's {setting} changed after {phase}")
 INITIAL = _rule(
@@ -380,7 +380,7 @@ def _trained(case: Case, traces: list[RankTrace]) -> list[Parameter]:
 
 
 def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
-    """Return the largest norm of a gradient on any rank in any step, by FQN; empty where none were sketched."""
+    """Return the largest norm of a gradient on any rank in any step, by FQN; empty if none were sketched."""
     norms: dict[str, float] = {}
     for key, _, sketch in sketched(traces):
         if key.kind == "grad":
@@ -392,7 +392,7 @@ def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
 
 
 def _settings(traces: list[RankTrace]) -> list[Finding]:
-    """Settings of torch that were left changed and that change what others compute."""
+    """Return settings of torch that were left changed and that change what others compute."""
     changes = dict.fromkeys(one for trace in traces for one in trace.state if one.name in _HARMFUL)
     return [
         SETTING.finding(setting=of.name, phase=of.phase, expected=of.before, found=of.after, fix=_HARMFUL[of.name])

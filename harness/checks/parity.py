@@ -1,7 +1,7 @@
 """Parity: does the layout compute what one rank computes? Losses, gradients and updated parameters of every step.
 
-The reference is the solo witness, not BF16: FP8 rounding is then the same on both sides. Gradients are compared
-directly, because AdamW hides a gradient of the wrong magnitude.
+Runs are compared with the single-rank reference, not BF16: FP8 rounding is then the same on both sides. Gradients are
+compared directly, because AdamW hides a gradient of the wrong magnitude.
 """
 
 import math
@@ -36,20 +36,20 @@ FLOAT32_LOSS = Limit("parity.float32_loss")
 _rule = Rules("parity", Stage.ONE_RANK, only={"a missing reference": "no-tolerance"})
 NO_REFERENCE = _rule.no_witness()
 NO_TOLERANCE = _rule("no-tolerance", "no parity tolerance {why}", stage=Stage.RUN, judged=False)
-_OFF = " differs from the single-rank reference by {distance:.2g}, {allowed:.2g} allowed"
+_OFF = " differs from the single-rank reference by {distance:.2g}, tolerance {allowed:.2g}"
 LOSS = _rule("loss", "{number}" + _OFF, numeric=True)
 GRAD_NORM = _rule("grad-norm", "{number}" + _OFF, numeric=True)
 REPORTED_NORM = _rule("reported-grad-norm", "{number}" + _OFF, numeric=True)
 _FAR = (
-    "{count} of {compared} {noun} differ from the single-rank reference; worst {module}: relative distance "
-    "{distance:.2g}, {allowed:.2g} allowed (norm {norm:.6g}, reference {reference:.6g})"
+    "{count} of {compared} {noun} differ from the single-rank reference; worst {module}: relative error "
+    "{distance:.2g}, tolerance {allowed:.2g} (norm {norm:.6g}, reference {reference:.6g})"
 )
 GRADIENTS = _rule("gradients", _FAR, numeric=True)
 PARAMETERS = _rule("parameters", _FAR, numeric=True)
 INITIAL = _rule(
     "initial-weights",
     "{count} of {compared} parameters do not start from the weights of the single-rank reference; worst {module}: "
-    "relative distance {distance:.2g}, {allowed:.2g} allowed",
+    "relative error {distance:.2g}, tolerance {allowed:.2g}",
     stage=Stage.DATA,
     located=True,
 )
@@ -59,20 +59,20 @@ ELEMENTS = _rule("elements", "the ranks hold {elements} elements of {module}, wh
 TOKENS = _rule("tokens", "wrong tokens on {ranks}", stage=Stage.DATA)
 REPLICAS = _rule(
     "replicas",
-    "replicas of a shard are not bitwise equal: {kind} of {module} at {offset} (the first of {count})",
+    "replicas of a shard differ: {kind} of {module} at offset {offset} (the first of {count})",
     key=("kind",),
 )
 
 
 @_rule.judged_by(
-    blind="A fault that one rank has too; in bfloat16 under TP, where trajectories drift, one below the tolerance.",
+    blind="Bugs that the single-rank reference shares; small ones in bfloat16 under TP, where trajectories drift.",
     records=("sketches",),
 )
 def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Does the layout compute what one rank computes?"""
     solo, tolerance = finished(witnesses.solo), witnesses.parity_tolerance
     if solo is None:
-        return [unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)]
+        return [unfinished(NO_REFERENCE, "the single-rank reference", witnesses.solo, run)]
     if tolerance is None:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
         return [NO_TOLERANCE.finding(why=why, expected="a tolerance")]
@@ -97,12 +97,12 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
-    """Return how far a gradient of this step may be from one rank's, relative to its norm."""
+    """Return how far a gradient of this step may be from the reference's, relative to its norm."""
     return max(tolerance.per_step[step - 1], norm_rounding(case))
 
 
 def _allowed_of_weights(case: Case, tolerance: Tolerance) -> float:
-    """Return how far an updated parameter may be from one rank's, relative to its norm."""
+    """Return how far an updated parameter may be from the reference's, relative to its norm."""
     is_rounded = tolerance.key not in OF_EVERY_MODEL and case.parameter_dtype == "float32"
     return max(tolerance.per_step[-1], Limit("parity.last_bit") if is_rounded else 0.0)
 
@@ -125,13 +125,13 @@ def _with_factor(finding: Finding, explanation: Explanation | None) -> Finding:
 
 
 def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float = 0.0) -> tuple[float, ...]:
-    """The largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
+    """Return largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
     found, expected = assemble(run.traces), assemble(solo.traces)
     return tuple(largest(_distances(found, expected, step, "grad", ignored).values()) for step in steps)
 
 
 def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> WorstGradient | None:
-    """Return the gradient of any step that is furthest from one rank's; None where none was compared."""
+    """Return the gradient of any step that is furthest from the reference's; None if none was compared."""
     expected = {key: tensor for key, tensor in assemble(solo.traces).items() if key.kind == "grad"}
     distances = assembly.relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
     if not distances:
@@ -142,10 +142,10 @@ def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None)
 
 
 def same_bits(run: Run, solo: Run) -> bool | None:
-    """Return True where every shard of a gradient or parameter has the bits of one rank, which holds the same shard.
+    """Return True if every shard of a gradient or parameter has the bits of one rank, which holds the same shard.
 
     One rank holds the shards of FSDP2 without replicas: those of HSDP are compared in parts. Shards over TP, and shards
-    that do not divide evenly, are no pieces of the reference: then it is False. None where nothing was compared.
+    that do not divide evenly, are no pieces of the reference: then it is False. None if nothing was compared.
     """
     found, expected = _bits(run), _bits(solo)
     return found <= expected if found and expected else None
@@ -215,7 +215,7 @@ def _tensors(sides: _Sides, step: int, kind: str, allowed: float, ignored: float
 
 
 def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float) -> list[Finding]:
-    """Loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient.
+    """Return loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient.
 
     That of the target itself has the rounding of its own sum besides.
     """
@@ -252,8 +252,8 @@ def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
         return []
     first = wrong[0]
     others = [part for part, digest in enumerate(expected) if (digest,) == first.batch_digests]
-    found = f"those of data-parallel rank {others[0]}" if others else "tokens of no data-parallel rank"
-    right, ranks = f"those of data-parallel rank {parts[first.rank]}", [trace.rank for trace in wrong]
+    found = f"tokens of data-parallel rank {others[0]}" if others else "tokens of no data-parallel rank"
+    right, ranks = f"tokens of data-parallel rank {parts[first.rank]}", [trace.rank for trace in wrong]
     return [TOKENS.finding(rank=first.rank, ranks=ranks, expected=right, found=found)]
 
 
@@ -287,5 +287,5 @@ def _not_reduced(
     for word, times in (("sum", 1), ("mean", len(ranks))):
         scaled = total._replace(norm=reference.norm, sums=tuple(signed_sum / times for signed_sum in total.sums))
         if assembly.relative_distance(scaled, reference) <= Limit("parity.terms"):
-            yield f"the {word} over {axes} of {format_ranks(ranks)} is the reference: not reduced over {axes}"
+            yield f"the {word} over {axes} of {format_ranks(ranks)} equals the reference: it is not reduced over {axes}"
             return

@@ -68,7 +68,7 @@ def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
 
 
 def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
-    """Nodes that backward graphs repeat and change, and checkpointed blocks whose graphs repeat nothing."""
+    """Yield nodes that backward graphs repeat and change, and checkpointed blocks whose graphs repeat nothing."""
     assert trace.graphs is not None
     unequal = [node for partition in trace.graphs.partitions for node in partition.unequal]
     if unequal:
@@ -184,15 +184,15 @@ _lifetime = Rules("lifetime", Stage.SCALES, located=True)
 STALE_CAST = _lifetime("cast", "a matmul reads a weight that was cast before its last update")
 COPY = _lifetime("copy", "a weight is cast from a copy that is older than its last update")
 SCALE = _lifetime("scale", "the scale of a weight is older than its last update")
-MICROBATCH = _lifetime("microbatch", "a matmul reads what was cast in another microbatch or step")
-OTHER_SCALE = _lifetime("other-scale", "a scale is used that was made for another tensor")
+MICROBATCH = _lifetime("microbatch", "a matmul reads a cast of another microbatch or step")
+OTHER_SCALE = _lifetime("other-scale", "a cast uses the scale of another tensor")
 GATHERED = _lifetime("gathered", "FSDP2 still holds the whole weight after the step", stage=Stage.MODEL)
 
 
 def _has_no_memory(expect: Expectations, device: str) -> str:
     if not expect.case.float8.enabled:
         return "nothing is cast to float8"
-    return "" if expect.case.compile == "none" else "casts in generated code have no memory of their own"
+    return "" if expect.case.compile == "none" else "casts in generated code have no separate memory"
 
 
 @_lifetime.judged_by(
@@ -222,7 +222,7 @@ def _mismatches(trace: RankTrace) -> Iterator[Mismatch]:
 
 
 def _broken(aged: Aged, updated: set[int]) -> Rule | None:
-    """None for what is of an earlier step although no weight was updated since."""
+    """Return None for what is of an earlier step although no weight was updated since."""
     if aged.what == "other_scale":
         return OTHER_SCALE
     if aged.role != "weight":

@@ -52,7 +52,7 @@ def _ranks(case: Case, run: Run) -> Iterator[Finding]:
 
 
 def _steps(case: Case, run: Run) -> Iterator[Finding]:
-    """Steps 1 to n, each once and in order."""
+    """Step 1 to n, each once and in order."""
     expected = tuple(range(1, case.train.steps + 1))
     for steps, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
         if steps != expected:
@@ -112,13 +112,13 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
             max_norm=max_norm,
             reported="no norm is reported" if reported is None else f"the reported norm is {reported:.6g}",
             norm=step.grad_norm,
-            notes=[f"ranks clip by other norms, {norms[0]:.6g} to {norms[-1]:.6g}"] if len(norms) > 1 else (),
+            notes=[f"ranks clip by different norms, {norms[0]:.6g} to {norms[-1]:.6g}"] if len(norms) > 1 else (),
         )
         yield about_ranks(finding, [rank for other, rank in wrong if other.step == step.step], run)
 
 
 def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
-    """Return the norm after clipping; None where the target reports none."""
+    """Return the norm after clipping; None if the target reports none."""
     norm = step.reported_grad_norm
     return None if norm is None else norm * min(1.0, max_norm / (norm + _EPS))
 

@@ -22,26 +22,26 @@ from harness.verdict import Finding
 
 _rule = Rules("routing", Stage.COLLECTIVES, located=True)
 _MODULE = Stage.MODULE
-CALLS = _rule("calls", "experts are called another number of times than the router chooses", stage=Stage.MODEL)
+CALLS = _rule("calls", "experts run more or fewer times than the router selects them", stage=Stage.MODEL)
 MATMULS = _rule(
     "matmuls",
-    "grouped matmuls of {what} are not those of the recipe at step {at} on {ranks}",
+    "grouped matmuls of {what} do not follow the recipe at step {at} on {ranks}",
     stage=Stage.MODEL,
     located=False,
 )
-TOP_K = _rule("top-k", "tokens are not sent to {top_k} different experts each", stage=Stage.MODEL)
-WEIGHTS = _rule("weights", "the weights of a token's experts are not those that the router is configured for")
-COUNTS = _rule("counts", "experts are called with other numbers of tokens than were chosen for them")
-SENT = _rule("sent", "the rows that a rank sends are not those of its tokens, by expert and then by token")
-ARRIVED = _rule("arrived", "the tokens that experts get are not those that were sent to them")
-RETURNED = _rule("returned", "what comes back for a token is not what its expert returned")
-GRADIENT_ARRIVED = _rule("gradient-of-results", "the gradients that experts get are not those of what they returned")
-GRADIENT_RETURNED = _rule(
-    "gradient-of-tokens", "the gradients that come back for tokens are not those of their experts"
+TOP_K = _rule("top-k", "tokens are not routed to {top_k} distinct experts each", stage=Stage.MODEL)
+WEIGHTS = _rule("weights", "the routing weights of a token do not match the configured router")
+COUNTS = _rule("counts", "experts get more or fewer tokens than the router assigned to them")
+SENT = _rule("sent", "a rank does not send the rows of its tokens in order of expert, then token")
+ARRIVED = _rule("arrived", "experts receive other tokens than ranks sent to them")
+RETURNED = _rule("returned", "a token gets back another row than its expert returned")
+GRADIENT_ARRIVED = _rule("gradient-of-results", "experts receive gradients of other rows than they returned")
+GRADIENT_RETURNED = _rule("gradient-of-tokens", "tokens get back other gradients than their experts computed")
+ROUTER = _rule("router", "routing weights differ from the single-rank reference for the same tokens", stage=_MODULE)
+EXPERTS = _rule(
+    "experts", "experts return different {what} than the single-rank reference", stage=_MODULE, key=("what",)
 )
-ROUTER = _rule("router", "the router weighs experts otherwise than on one rank for the same tokens", stage=_MODULE)
-EXPERTS = _rule("experts", "experts return other {what} than the single-rank reference", stage=_MODULE, key=("what",))
-BIAS = _rule("bias", "the bias of the choice did not move by what the tokens of the step ask for", stage=Stage.STEP)
+BIAS = _rule("bias", "expert_bias was not updated from the token counts of the step", stage=Stage.STEP)
 
 
 class _Place(NamedTuple):
@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 
 @_rule.judged_by(
-    blind="A wrong choice of experts that the single-rank reference makes too.",
+    blind="A wrong choice of experts that the single-rank reference shares.",
     not_judged=lambda expect, device: "" if expect.case.model.experts else "no block has experts",
     records=("experts",),
 )
@@ -160,7 +160,7 @@ def _otherwise(case: Case, run: Run, witnesses: Witnesses, wrong: Sequence[Misma
             if reference is None or call.tokens != reference.tokens:
                 continue  # something before
             if (call.chosen, call.weights) != (reference.chosen, reference.weights):
-                words = ("what the single-rank reference chooses", "something else")
+                words = ("the choice of the single-rank reference", "something else")
                 yield Mismatch(call.step, order, trace.rank, call.fqn, ROUTER, *words)
             elif (call.step, call.fqn) not in lost:
                 yield from _of_experts(case, trace.rank, order, call, reference)
@@ -308,5 +308,5 @@ def _moves(tokens: Sequence[int], case: Case) -> list[float]:
     """Towards experts with fewer tokens than the mean, by one coefficient; all moves add up to zero."""
     mean = sum(tokens) / len(tokens)
     signs = [(mean > count) - (mean < count) for count in tokens]
-    centre = sum(signs) / len(signs)
-    return [_COEFFICIENT * (sign - centre) * case.model.balance for sign in signs]
+    center = sum(signs) / len(signs)
+    return [_COEFFICIENT * (sign - center) * case.model.balance for sign in signs]

@@ -6,8 +6,8 @@ different tensors must not share one.
 
 A cast to float8 loses small values, and large ones saturate. How many follows from the values and their scale alone,
 whatever the layout: every shard of a tensor is cast with the scale of the tensor. So the shares over all ranks are
-those of the solo witness, which replays the data-parallel ranks one after another. Results keep them for every operand,
-linear and step.
+those of the single-rank reference, which replays the data-parallel ranks one after another. Results keep them for every
+operand, linear and step.
 """
 
 from collections import Counter
@@ -60,8 +60,8 @@ SOURCE_DTYPE = _rule("source-dtype", "cast from the wrong dtype")
 LOCAL = _rule("local-tensor", "local tensor was cast instead of its DTensor")
 NO_CAST = _rule("no-cast", "matmul operand has no preceding cast", stage=Stage.VALUES)
 MATMUL_SCALE = _rule("matmul-scale", "matmul uses the wrong scale for its operand", stage=Stage.VALUES)
-MATMUL_SCALES = _rule("matmul-scales", "scales of blocks are not those of the operand", stage=Stage.VALUES)
-MATMUL_DATA = _rule("matmul-data", "matmul operand is not the float8 data that was cast", stage=Stage.VALUES)
+MATMUL_SCALES = _rule("matmul-scales", "a matmul uses other block scales than its operand has", stage=Stage.VALUES)
+MATMUL_DATA = _rule("matmul-data", "the matmul operand differs from the float8 data that was cast", stage=Stage.VALUES)
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -95,7 +95,7 @@ def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
-    """What a scale was made from instead of the right amax, or of which block it is; empty where nothing fits."""
+    """Return what a scale was made from instead of the right amax, or of which block it is; empty if nothing fits."""
     if wrong.rule not in (RULES.amax, RULES.scale_range, DIFFERENT):
         return ""
     place, cast = next(item for item in casts[wrong.rank].items() if item[1].index == wrong.order)
@@ -165,7 +165,7 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
 
 
 def _is_on_tp(expect: Expectations, fqn: str) -> bool:
-    """Return True where a linear computes with DTensors of TP ranks."""
+    """Return True if a linear computes with DTensors of TP ranks."""
     if expect.case.layout.tp == 1 or computes_on_plain_shards(expect.case.target):
         return False
     return expect.has_formulas or fqn in expect.linears.on_tp
@@ -228,7 +228,7 @@ def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterat
 
 
 def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:
-    """The smallest and the largest amax * scale of the tensor, or of its rows, of which `group` holds the parts."""
+    """Return smallest and the largest amax * scale of the tensor, or of its rows, of which `group` holds the parts."""
     # EXEMPT: rows of zeros, which the probe leaves out; and the smallest row where rows are sharded, because the amax
     # of each row may be on another rank.
     dim = scaled_dim(cast)
@@ -238,7 +238,7 @@ def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, fl
 
 
 def _separate_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    """Activations of data-parallel ranks are different tensors: sharing all scales cannot be a coincidence."""
+    """Yield activations of data-parallel ranks are different tensors: sharing all scales cannot be a coincidence."""
     if case.layout.dp == 1 or 0 not in casts:
         return
     dp_ranks = peers(case.layout, 0, DP_AXES)
@@ -320,14 +320,14 @@ _underflow = Rules("underflow", Stage.OPERAND, located=True)
 NO_REFERENCE = _underflow.no_witness()
 NOTHING_COMPARED = _underflow(
     "nothing-compared",
-    "no cast is one that the single-rank reference has too",
+    "no casts in common with the single-rank reference",
     stage=Stage.RUN,
     located=False,
     judged=False,
 )
 _MOVED = (
-    "of {operand} of {module}, {found:.3g} of all values {become} instead of {expected:.3g} on one rank: "
-    "{distance:.2g} apart, {allowed:.2g} allowed ({count} of {compared} operands)"
+    "{found:.3g} of the values of {operand} of {module} {become}, and {expected:.3g} in the single-rank reference: "
+    "difference {distance:.2g}, tolerance {allowed:.2g} ({count} of {compared} operands)"
 )
 FLUSHED = _underflow("flushed", _MOVED, numeric=True)
 SATURATED = _underflow("saturated", _MOVED, numeric=True)
@@ -341,7 +341,7 @@ def _partly(expect: Expectations, device: str) -> str:
 
 @_underflow.judged_by(
     partly=_partly,
-    blind="A recipe that loses as much on one rank; casts in compiled blocks, of which nobody records what they lose.",
+    blind="A recipe that loses as much on one rank; casts in compiled blocks, whose losses are not recorded.",
     not_judged=lambda expect, device: "" if expect.case.float8.enabled else "nothing is cast to float8",
     records=("operands",),
     needs_linears=True,
@@ -350,7 +350,7 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
     """Do casts flush to zero, and saturate, the same share of every operand as on one rank?"""
     solo = finished(witnesses.solo)
     if solo is None:
-        yield unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)
+        yield unfinished(NO_REFERENCE, "the single-rank reference", witnesses.solo, run)
         return
     of_solo = {share.operand: share for share in solo.traces[0].cast_shares or ()}
     judged = judged_steps(case, witnesses.expect.numerics)
@@ -377,7 +377,7 @@ def allowed_share(case: Case, numerics: Numerics) -> float:
 
 
 def judged_steps(case: Case, numerics: Numerics) -> int:
-    """Return how many steps are judged: all, where no rounding accumulates."""
+    """Return how many steps are checked: all, where no rounding accumulates."""
     exact = allowed_share(case, numerics) in (EXACT, OF_REPLICAS)
     return case.train.steps if exact else min(case.train.steps, MEASURED_STEPS)
 
@@ -405,7 +405,7 @@ def _moved(rule: Rule, become: str, lost: list[tuple[CastShare, float, float]], 
 
 
 def cast_shares(traces: Iterable[RankTrace]) -> tuple[CastShare, ...]:
-    """How many values casts lost over all ranks and phases: one record for every form of every operand and step."""
+    """Return how many values casts lost over all ranks and phases: one record per form of each operand and step."""
     sums: dict[tuple[object, ...], list[CastRecord]] = {}
     for cast in (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts):
         sums.setdefault((cast.step, cast.fqn, cast.role, cast.axiswise_dim, cast.target_dtype), []).append(cast)
@@ -420,7 +420,7 @@ def _added(casts: list[CastRecord]) -> CastShare:
 
 
 def with_cast_shares(run: Run) -> Run:
-    """Return a solo witness with what its casts lost in place of its operands, which are too many for memory."""
+    """Return a single-rank reference with the losses of its casts instead of its operands, which fill memory."""
     (trace,) = run.traces
     if trace.operands is None:
         return run

@@ -41,7 +41,7 @@ GATHERS = _rule(
     "gathers",
     "weights are gathered too {often} along {axis}",
     key=("often", "axis"),
-    fix="give fully_shard the `reshard_after_forward` that the case asks for.",
+    fix="pass the `reshard_after_forward` of the case to fully_shard.",
 )
 HIGH_PRECISION = _rule(
     "high-precision", "float8 all-gather is on, but converted weights are gathered in high precision", stage=Stage.MODEL
@@ -52,7 +52,7 @@ AMAX_MISSING = _rule(
     key=("axis",),
 )
 AMAX_ELSEWHERE = _rule("amax-elsewhere", "amax is reduced over the wrong ranks: not along {axis}", key=("axis",))
-UNKNOWN_RANKS = _rule("unknown-ranks", "a collective runs over ranks that no axis of the mesh joins")
+UNKNOWN_RANKS = _rule("unknown-ranks", "a collective runs over ranks that form no mesh axis")
 NOT_SUMMED = _rule("gradients-not-summed", "gradients are not summed over all ranks of {axis}", key=("axis",))
 INSTEAD = _rule("instead", "{found_kind} instead of {collective}", key=("collective",), formula=TRAFFIC)
 REDUCE_DTYPE = _rule("reduce-dtype", "gradients are reduced in {dtypes} instead of {asked}", key=("dtypes", "asked"))
@@ -61,7 +61,7 @@ SCATTERED = _rule(
     "activations are scattered over tensor-parallel ranks, and the case has sequence_parallel = false",
     fix="shard the sequence only where `case.layout.sequence_parallel` says so.",
 )
-NOT_PRECOMPUTED = _rule("not-precomputed", "scales are precomputed, and yet weights reduce an amax of their own")
+NOT_PRECOMPUTED = _rule("not-precomputed", "scales are precomputed, but weights still reduce an amax")
 
 
 class CollectiveKey(NamedTuple):
@@ -100,11 +100,11 @@ class Limits(NamedTuple):
     most: Counter[int]
 
     def allow(self, volume: Volume) -> bool:
-        """Return True when there are enough collectives of every size, not too many, and none of another size."""
+        """Return True if there are enough collectives of every size, not too many, and none of another size."""
         return self.fewest <= Counter(volume.sizes) <= self.most
 
     def allow_number(self, volume: Volume) -> bool:
-        """Return True when there are enough collectives and not too many, whatever their sizes."""
+        """Return True if there are enough collectives and not too many, whatever their sizes."""
         return self.fewest.total() <= volume.times <= self.most.total()
 
 
@@ -140,11 +140,11 @@ def _not_judged(expect: Expectations, device: str) -> str:
 def _partly(expect: Expectations, device: str) -> str:
     if expect.has_formulas:
         return ""
-    return f"no formula for the model of {expect.case.target}: only what holds for any; see `signature`"
+    return f"no formula for the model of {expect.case.target}: only general rules are checked; see `signature`"
 
 
 @_rule.judged_by(
-    blind="The order of collectives, and what is in them: `scales` and `parity` see the numbers.",
+    blind="The order and contents of collectives: `scales` and `parity` see the numbers.",
     not_judged=_not_judged,
     partly=_partly,
     records=("traffic",),
@@ -174,7 +174,7 @@ def expected_traffic(expect: Expectations, *, step: int, rank: int, calls: Itera
 
 
 def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[CollectiveKey, Limits]:
-    """Fewest and most collectives of the kinds whose count varies in a compiled run."""
+    """Return fewest and most collectives of the kinds whose count varies in a compiled run."""
     if expect.case.compile == "none":
         return {}
     fewest: defaultdict[CollectiveKey, Counter[int]] = defaultdict(Counter)
@@ -226,7 +226,7 @@ def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
 
 
 def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
-    """Yield what is sent in place of something else, each with its counterpart, and then what is wrong by itself."""
+    """Yield what is sent instead of something else, each with its counterpart, and then what is wrong by itself."""
     for step in _steps(expect, trace):
         wrong = [key for key in sorted(step.expected.keys() | step.found.keys()) if not step.fits(key)]
         instead = {key: other for key in wrong for other in wrong if _replaces(step, key, other)}
@@ -244,7 +244,7 @@ def _volume(expect: Expectations, step: _Step, key: CollectiveKey) -> Finding:
 
 
 def _replaces(step: _Step, key: CollectiveKey, other: CollectiveKey) -> bool:
-    """Return True where `other` is sent for what lacks of `key`: the same inputs, but for one thing alike."""
+    """Return True if `other` is sent for what lacks of `key`: the same inputs, except one thing alike."""
     unlike = [name for name in key._fields if getattr(key, name) != getattr(other, name)]
     missing, extra = step.gap(key)
     alone = bool(missing) and not extra and step.gap(other) == (extra, missing)
@@ -313,7 +313,7 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Findi
 
 
 def _amax_reductions(step: _Step) -> Iterator[Finding]:
-    """Reductions by max compute scales, except for one per token with loss parallel."""
+    """Yield reductions by max compute scales, except for one per token with loss parallel."""
     within = {key for key, limits in step.allowed.items() if limits.allow_number(step.found.get(key, Volume()))}
     expected, found = _max_reductions(step.expected, within), _max_reductions(step.found, within)
     extra = {axis: count - expected[axis] for axis, count in found.items() if count > expected[axis]}
@@ -330,7 +330,7 @@ def _amax_reductions(step: _Step) -> Iterator[Finding]:
 
 
 def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict[str, int]:
-    """Reductions by max along every axis, without the kinds whose count is within its limits."""
+    """Return reductions by max along every axis, without the kinds whose count is within its limits."""
     counts: defaultdict[str, int] = defaultdict(int)
     for key, volume in traffic.items():
         if key.op == "max" and key not in within:
@@ -445,7 +445,7 @@ def _amax_of_gathered(expect: Expectations, step: _Step) -> Iterator[Finding]:
 
 
 def _not_precomputed(expect: Expectations, step: _Step) -> Iterator[Finding]:
-    """With precomputed scales no weight reduces an amax of its own after step 1, whose gathers may come too early.
+    """With precomputed scales no weight reduces its own amax after step 1, whose gathers may come too early.
 
     What else is reduced by max, number by number, is in step 1 too. Casts are not recorded in compiled runs.
     """
@@ -462,7 +462,7 @@ def _not_precomputed(expect: Expectations, step: _Step) -> Iterator[Finding]:
 
 
 def _is_sharded(cast: CastRecord) -> bool:
-    """Return True when TP ranks hold shards of what one scale of this cast spans."""
+    """Return True if TP ranks hold shards of what one scale of this cast spans."""
     dim = scaled_dim(cast)
     return any(
         name == "tp"

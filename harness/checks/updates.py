@@ -1,6 +1,6 @@
 """Does every rank update its parameters in every step, with the options and dtypes of one rank, as its optimizer says?
 
-Steps of which no module is repeated are judged by this alone where numbers may drift apart.
+Steps of which no module is repeated are checked by this alone where numbers may drift apart.
 """
 
 import itertools
@@ -28,7 +28,7 @@ NO_UPDATE = _rule(
 )
 UNMOVED = _rule(
     "unmoved",
-    "an optimizer steps, and {what} stays as it was",
+    "the optimizer steps, but {what} does not change",
     fix="step the optimizer with the parameters of `model`, and do not set them back.",
 )
 OPTION = _rule(
@@ -39,15 +39,15 @@ OPTION = _rule(
 )
 FORMULA = _rule(
     "formula",
-    "{what} of {module} is {distance:.3g} roundings away from what its optimizer computes",
-    fix="let torch's optimizer step on the gradients that it gets, and change nothing that it keeps.",
+    "{what} of {module} is {distance:.3g} roundings away from the optimizer's formula",
+    fix="let torch's optimizer do the update, and do not edit its state.",
 )
 
 _Options = Mapping[str, Mapping[str, str]]  # of every parameter that has a gradient and is updated
 
 
 @_rule.judged_by(
-    blind="What one rank does too; optimizers other than Adam, AdamW and SGD; values that are not looked at.",
+    blind="Bugs that one rank shares; optimizers other than Adam, AdamW and SGD; values that are not sampled.",
     also_reads=("sketches",),
     unasked="model",
     absent="it is not known what the ranks built",

@@ -1,4 +1,4 @@
-"""`fp8-harness baseline show | check | update | tolerance`: what later runs are judged by."""
+"""`fp8-harness baseline show | check | update | tolerance`: what later runs are checked by."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ Examples:
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0 \\
       --curve golden.txt
-  fp8-harness baseline show --against origin/main  what a branch changes
+  fp8-harness baseline show --against origin/main  changes of a branch
 """
 _TOLERANCE_EPILOG = """\b
 Examples:
@@ -242,12 +242,12 @@ def _measure(
     plan = plan_for()
     selected, known = select_cases(project, query), known_here(project)
     for name, faults in recorded_cases(selected, known).items():
-        reasons = "; ".join(f"known fault {fault.name}: {fault.reason}" for fault in faults)
+        reasons = "; ".join(f"known issue {fault.name}: {fault.reason}" for fault in faults)
         click.echo(f"left out: {name}: {reasons}", err=True)
     cases = measured_cases(selected, layouts=layouts, known=known)
     if not cases:
         raise NothingSelected(
-            "no case is left to measure: each has a recorded fault, a refusal or a tolerance of its own.",
+            "no case is left to measure: each has a known issue, an expected error or its own tolerance.",
             where="baseline tolerance",
             fix=f"select other cases; `{explain_case(case_id(selected[0]))}` says why of the first.",
         )

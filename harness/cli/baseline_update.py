@@ -119,7 +119,7 @@ def _store(project: Project, change: GoldenChange, *, dry_run: bool, kept: bool 
 
 
 def with_target_here(project: Project, references: Sequence[Case], *, named: bool) -> tuple[Case, ...]:
-    """The references whose target is installed. HarnessError for another that is `named`, else it is left out."""
+    """Return references whose target is installed. HarnessError for another that is `named`, else it is left out."""
     absent = set[str]()
     for target in dict.fromkeys(case.target for case in references):
         try:
@@ -204,7 +204,7 @@ def check_committed(project: Project, made: str, *, allowed: bool) -> None:
     names = ", ".join(changed[:_NAMED_FILES]) + more
     differ = "differs" if len(changed) == 1 else "differ"
     what = f"{counted(len(changed), 'tracked file')} {differ} from the commit: {names}."
-    why = f"nobody can check out what made these {made}"
+    why = f"nobody can check out the code of these {made}"
     if not allowed:
         stash = shlex.join(["git", "-C", str(project.root), "stash"])
         fix = f"commit the changes, put them aside by `{stash}`, or give --allow-dirty."
@@ -213,7 +213,7 @@ def check_committed(project: Project, made: str, *, allowed: bool) -> None:
 
 
 def failing_losses(project: Project, query: Query) -> Query:
-    """The query, narrowed to the cases whose loss was off in the last run. Raises `NothingSelected` without any."""
+    """Return query, narrowed to the cases whose loss was off in the last run. Raises `NothingSelected` without any."""
     cases = results_of(project, "last").results
     failing = {
         case.case_id

@@ -81,7 +81,7 @@ def given_environments(given: Sequence[str]) -> dict[str, Path]:
         if not _NAME.fullmatch(name) or not path:
             raise HarnessError("this is not NAME=PATH.", where=f"--env {text}", fix="write --env new=path/to/venv.")
         if name in named:
-            raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
+            raise HarnessError("two environments have one name.", where="--env", fix="give each a different name.")
         named[name] = Path(path)
     return named
 
@@ -152,7 +152,7 @@ def constraints_command(*, variant: str | None) -> None:
 def constraints(folder: Path, variant: str | None) -> str:
     """Return the pins of `constraints.txt` in a folder; those of `constraints-<variant>.txt` replace them by package.
 
-    Raises HarnessError where the folder has no such variant.
+    Raises HarnessError if the folder has no such variant.
     """
     variants = {path.stem.partition("-")[2]: path for path in sorted(folder.glob("constraints-*.txt"))}
     if variant is not None and variant not in variants:

@@ -38,9 +38,8 @@ from harness.running.selection import cases_to_explain, expected_cost
 from harness.sources import PACKAGES, installed_versions
 
 _OPTIONS = (
-    "Options with * are stored with a run: `--lf` and the printed command that reproduces a case repeat them. Other "
-    "commands that run cases take `--device`, and how they run as `-o fabric=gloo` or `-o jobs=4`. With pytest an "
-    "option has the prefix `--fp8-`, unless another one is named."
+    "Options with * are stored with a run, and `--lf` repeats them. Other commands that run cases take `--device`, and "
+    "these options as `-o backend=gloo`. With pytest, options have the prefix `--fp8-` unless another name is given."
 )
 _EPILOG = """\b
 Examples:
@@ -48,15 +47,15 @@ Examples:
   fp8-harness explain output_layer=true nightly
       the rules for these cells of a tier or file
   fp8-harness explain scales/amax
-      what a rule of a finding means, its usual causes, what to do
+      the meaning of a rule, its usual causes, what to do
 """
 _LISTS = {
-    "ids": "every word that a case id can have, and what is out of scope",
-    "internals": "the private parts of torch and torchao that ranks use, and why",
-    "checks": "every check: question, and what its rules mean",
-    "options": "those of `run`, and what pytest has instead",
-    "support": "which layouts train with which recipe, checkpointing and compilation, and why not",
-    "faults": "every fault that can be injected, by the check that finds it, or those of a CHECK or class",
+    "ids": "all words of case ids, and features out of scope",
+    "internals": "private APIs of torch and torchao that ranks use, and why",
+    "checks": "every check, and what its rules mean",
+    "options": "options of `run`, and what pytest has instead",
+    "support": "the support matrix, with the reason of each hole",
+    "faults": "faults to inject, by the check that finds them; of a CHECK or class",
 }
 _LISTED = f"Print {'; '.join(f'{name}: {what}' for name, what in _LISTS.items())}."
 
@@ -68,7 +67,7 @@ _LISTED = f"Print {'; '.join(f'{name}: {what}' for name, what in _LISTS.items())
 def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | None) -> None:
     """Describe cases and findings, or list the rules for AXIS=VALUE.
 
-    A case: the words of its id, its cost and its rules. RULE and CHECK are those of findings. AXIS=VALUE is searched
+    A case: the words of its id, its cost and its rules. RULE and CHECK are named by findings. AXIS=VALUE is searched
     in tier pr, or in the one given.
     """
     if json_file is not None and listed != "internals":
@@ -226,7 +225,7 @@ def _rules(project: Project, case: Case) -> Iterator[Block]:
         lines = [f"{shows} {symptom}" for symptom in fault.requires]
         lines += [f"may cause {symptom}" for symptom in fault.may_cause]
         lines += [f"runs again with {fault.fix}: every check must pass"] if fault.fix is not None else []
-        yield Entry(title=f"known fault: {fault.name}: {fault.reason} ({fault.link})", lines=tuple(lines))
+        yield Entry(title=f"known issue: {fault.name}: {fault.reason} ({fault.link})", lines=tuple(lines))
     if not (explanation.exclusions or explanation.refusal or faults):
         yield "none: the case must train and pass all checks"
 

@@ -32,7 +32,7 @@ Examples:
 @click.option("--why", is_flag=True, help="Also print the expected cost of each case and why it is in the tier.")
 @click.option("--coverage", "as_coverage", is_flag=True, help="Account for every combination of axis values instead.")
 @click.option("--strength", type=click.IntRange(1, 3), default=2, show_default=True, help="Combinations: 2 for pairs.")
-@click.option("--combinations", type=click.Choice(list(FATES)), help="With --coverage: list those of this kind.")
+@click.option("--combinations", type=click.Choice(list(FATES)), help="With --coverage: list combinations of this kind.")
 @json_option("the cases or combinations")
 def list_command(  # noqa: PLR0913  one parameter per option
     *,
@@ -45,7 +45,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
     combinations: Fate | None,
     json_file: Path | None,
 ) -> None:
-    """List cases: world size and id; or what tiers cover."""
+    """List cases with world size and id, or the coverage of tiers."""
     from harness.matrix.caseid import case_id
     from harness.matrix.choice import parse_shard
     from harness.running.selection import excluded_cells, select_cases

@@ -49,7 +49,7 @@ Examples:
 
 \b
 Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to
-run, 4 infrastructure, 5 nothing worse than `changed`, 6 nothing compared, 130
+run, 4 infrastructure, 5 only `changed` results, 6 nothing compared, 130
 interrupted.
 """
 

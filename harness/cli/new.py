@@ -89,8 +89,8 @@ Examples:
 \b
 --from reads what `bug import` reads, with the same result: TOML, YAML, JSON,
 Python or flags of torchtitan, torchao, accelerate, transformers, axolotl,
-AutoModel, torchtune or Megatron-LM. Degrees and sizes are made smaller so
-that what FP8 faults depend on stays; what differs from the job is listed.
+AutoModel, torchtune or Megatron-LM. Degrees and sizes are reduced, but keep
+what FP8 bugs depend on. Differences from the job are listed.
 Nothing is executed. Questions are answered by options.
 """
 _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
@@ -98,9 +98,9 @@ _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 
 @click.command("new", epilog=_EPILOG)
 @click.argument("file", metavar="[FILE.toml]", required=False, type=FILE)
-@click.option("--from", "config", metavar="CONFIG", help="Take the job of a configuration file, or of these flags.")
-@click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job of --from, if FSDP2 takes all that remain.")
-@click.option("--ignore", metavar="NAME", multiple=True, help="A line of --from that means nothing. Repeatable.")
+@click.option("--from", "config", metavar="CONFIG", help="Start from a configuration file, or from these flags.")
+@click.option("--ranks", type=AT_LEAST_1, help="World size of the job of --from, if FSDP2 takes what remains.")
+@click.option("--ignore", metavar="NAME", multiple=True, help="A line of --from to ignore. Repeatable.")
 @axes_parameter()
 @click.option("--id", "as_id", is_flag=True, help="Print the id of the case; write nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of case files; write nothing.")
@@ -140,7 +140,7 @@ def new_command(  # noqa: PLR0913  one parameter per option
         click.echo(f"  {note}")
     refusal = expected_refusal(case)
     if refusal is not None:
-        click.echo(f"it must be refused: {refusal.reason}")
+        click.echo(f"expected error: {refusal.reason}")
     click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
 

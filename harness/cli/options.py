@@ -47,7 +47,7 @@ class _Output(click.Path):
     """A file to write, "-" for stdout. Reports a missing folder before the work, not after it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path. HarnessError where its folder is not there."""
+        """Return the path. HarnessError if its folder is not there."""
         path = Path(str(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             fix = f"make {path.parent} or name another file."
@@ -110,7 +110,7 @@ def _complete_axis(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 
 def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
-    """The options of a part of `harness/run_options.py`; without `of_run`, those that other commands have too."""
+    """Return options of a part of `harness/run_options.py`; without `of_run`, those that other commands have too."""
     return compose_options(
         *(run_option(name) for name, option in options_of(part).items() if of_run or not option.of_run)
     )
@@ -159,7 +159,7 @@ def open_progress(*, verbose: bool = False) -> AbstractContextManager[Progress]:
 allow_dirty_option = click.option(
     "--allow-dirty",
     is_flag=True,
-    help="Store although tracked files differ from the commit, so the commit cannot reproduce what is stored.",
+    help="Store even if tracked files differ from the commit, which then cannot reproduce it.",
 )
 
 
@@ -265,7 +265,7 @@ def given_others() -> dict[str, Any]:
 
 
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
-    """As wide as the terminal and in colours; in a pipe or a file, one line for every row. Never without a bound."""
+    """As wide as the terminal and in colors; in a pipe or a file, one line for every row. Never without a bound."""
     from harness.report.sections import bounded, terminal, text_of
 
     file = file or (sys.stderr if err else sys.stdout)

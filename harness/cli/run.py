@@ -41,8 +41,8 @@ Examples:
   fp8-harness run --set tp=2 --set lr=0.1       the case with these axes
   fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts
   fp8-harness run pr --target my_pkg.my_target  with your own trainer
-  fp8-harness run --lf                          what was not good last time
-  fp8-harness run pr --inject fix.py:apply      with your patch in every rank
+  fp8-harness run --lf                          cases that failed last time
+  fp8-harness run pr --inject fix.py:apply      with a patch in every rank
 """
 
 _OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "keep_logs", "last_failed")
@@ -54,7 +54,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @options.every_plan_option
 @options.run_options(CommandOptions)
 def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> int:
-    """Run cases on fresh ranks and judge them."""
+    """Run cases on new ranks and check them."""
     asked = CommandOptions(**{name: rest[name] for name in CommandOptions.__struct_fields__})
     shard = None if asked.shard is None else parse_shard(asked.shard)
     if asked.axes:
@@ -76,7 +76,7 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
 
 
 def _of_axes(asked: Query, words: tuple[str, ...]) -> Query:
-    """Return the query for the case of `--set`. HarnessError where tiers, files or ids are named besides."""
+    """Return the query for the case of `--set`. HarnessError if tiers, files or ids are named besides."""
     if asked.sources:
         fix = "leave one of them out; `--select` keeps cases of a tier."
         raise HarnessError(f"{' '.join(asked.sources)} says which cases.", where=f"--set {words[0]}", fix=fix)
@@ -111,10 +111,10 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
 
 
 def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) -> Stored:
-    """Return the run to finish. Its cases, options and name are known: HarnessError where anything is given besides."""
+    """Return the run to finish. Its cases, options and name are known: HarnessError if anything is given besides."""
     if asked != Query() or given != RunOptions() or not alone:
         raise HarnessError(
-            "the cases, options and name are those of the run that is resumed; none can be given besides.",
+            "a resumed run keeps its cases, options and name.",
             where="--resume",
             fix="drop them; -j, --slots, --maxfail and where to write results may be given.",
         )
@@ -122,7 +122,7 @@ def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) 
 
 
 def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, RunOptions]:
-    """What was not good among the cases that are named, with the options of that run where none is given anew."""
+    """Return what was not good among the cases named, with the options of that run where none is given anew."""
     rerun = rerun_query(project)
     failed = rerun.query.sources
     if asked.sources:

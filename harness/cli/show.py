@@ -44,8 +44,8 @@ Examples:
   fp8-harness show tp4-rowwise-v2256-f32          a case of the last run
   fp8-harness show last~2 rowwise                 its rowwise case
   fp8-harness show --html out.html                the last run as a page
-  fp8-harness show result.json --junit out.xml    of what `run --json` wrote
-  fp8-harness show --schema > result.schema.json  of what `run --json` writes
+  fp8-harness show result.json --junit out.xml    from `run --json`
+  fp8-harness show --schema > result.schema.json  of `run --json`
   fp8-harness show tp2-rowwise-v2048-b16 --curve t.txt  for `parity --golden`
 """
 
@@ -83,8 +83,8 @@ def show_command(  # noqa: PLR0913  one parameter an option
 ) -> None:
     """Show a run or one of its cases, or write reports; the last run by default.
 
-    RUN is its name or folder. CASE is an id, or a part of one that no other case of the run has: what is wrong with it,
-    its curves and numbers, what judged it, and how to run it again.
+    RUN is its name or folder. CASE is an id, or a part that no other case of the run has. Shows its findings, curves,
+    numbers and checks, and the command that runs it again.
     """
     if schema:
         click.echo(compact(line_schema()))
@@ -210,8 +210,8 @@ Examples:
 _REMOVE_EPILOG = """\b
 Examples:
   fp8-harness runs remove last~3
-  fp8-harness runs remove --witnesses
-      cached witnesses: the next run makes those that it needs
+  fp8-harness runs remove --references
+      cached references: the next run makes what it needs
 """
 _HISTORY_EPILOG = """\b
 Examples:
@@ -244,13 +244,13 @@ def list_command(*, json_file: Path | None, project: Project) -> None:
     options.print_or_write(reports.runs_sections(stored), json_file, reports.run_documents(stored))
     if json_file is not None:
         return
-    for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
+    for name, folder in (("runs", project.runs), ("references", project.witness_folder())):
         sizes = []
         for path in folder.rglob("*"):
             with contextlib.suppress(OSError):  # removed by another run meanwhile
                 sizes += [path.stat().st_size] if path.is_file() else []
-        count = len(sizes) if name == "witnesses" else len(project.stored_runs())
-        click.echo(f"{name:<9} {count:>6} {sum(sizes) / 1e6:>9.1f} MB  {folder}", err=True)
+        count = len(sizes) if name == "references" else len(project.stored_runs())
+        click.echo(f"{name:<10} {count:>6} {sum(sizes) / 1e6:>9.1f} MB  {folder}", err=True)
 
 
 @runs.command("merge", epilog=_MERGE_EPILOG)
@@ -294,20 +294,20 @@ def import_command(*, files: tuple[str, ...], project: Project, name: str) -> No
 
 @runs.command("remove", epilog=_REMOVE_EPILOG)
 @click.argument("names", metavar="[RUN]...", nargs=-1)
-@click.option("--witnesses", is_flag=True, help="Remove the cached witnesses.")
+@click.option("--references", is_flag=True, help="Remove the cached references.")
 @options.project_parameter
-def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project) -> None:
+def remove_command(*, names: tuple[str, ...], references: bool, project: Project) -> None:
     """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
-    if not names and not witnesses:
-        raise click.UsageError("name a run, or give --witnesses.")
+    if not names and not references:
+        raise click.UsageError("name a run, or give --references.")
     for run in {run.path: run for run in [stored_runs.stored_run(project, name) for name in names]}.values():
         stored_runs.remove_run(run)
         options.say(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
-    if witnesses:
+    if references:
         folder = project.witness_folder()
         count = sum(1 for _ in folder.glob("*.msgpack")) if folder.is_dir() else 0
         shutil.rmtree(folder, ignore_errors=True)
-        click.echo(f"witnesses removed: {count}, from {folder}")
+        click.echo(f"references removed: {count}, from {folder}")
 
 
 @runs.command("history", epilog=_HISTORY_EPILOG)

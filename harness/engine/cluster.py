@@ -19,13 +19,13 @@ from typing import Self
 
 import msgspec
 
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import capacity_here
 from harness.engine.leases import Leases
 from harness.engine.messages import IN_FOLDER, Job, JobOutcome, Share, ShareEvent, ShareOutcome
 from harness.engine.node import ALONE, LocalNode, Node, NodeLost
 from harness.engine.outcome import conclude, run_with_retries
 from harness.engine.processes import StoreProcess
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 
 _RESEND_END_S = 0.1  # between two attempts to end shares that may be about to start
@@ -171,7 +171,7 @@ class _Parts:
                 raise
 
     def _warm(self, name: str) -> None:
-        """Start the zygote of a node, so that no part spends its deadline waiting for another node's."""
+        """Start the fork server of a node, so that no part spends its deadline waiting for another node's."""
         with suppress(NodeLost), self._answering(name) as node:
             node.warm(self._shares[name].job.preload)
 
@@ -291,7 +291,7 @@ class SlotTable:
 
 
 def check_fits(total: Mapping[str, int], count: int, *, one_node: bool) -> None:
-    """Raises HarnessError when nodes with these slots can never run so many ranks at once."""
+    """Raise HarnessError if nodes with these slots can never run so many ranks at once."""
     largest = max(total.values(), default=0)
     if count <= largest or (not one_node and count <= sum(total.values())):
         return
@@ -328,6 +328,6 @@ def unleased_cluster(program: str, ranks: int, note: Callable[[str], None] = lam
     """
     with tempfile.TemporaryDirectory(prefix="fp8-apart-") as folder:
         slots = Leases(Path(folder), ranks)
-        node = LocalNode(lambda options: ZygoteEngine(program, options, note), slots, capacity_here("cpu", ranks))
+        node = LocalNode(lambda options: ForkServerEngine(program, options, note), slots, capacity_here("cpu", ranks))
         with Cluster([node], note=note) as cluster:
             yield cluster

@@ -36,8 +36,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU or a MIG instance. `uuid` is the same in every process of the machine, whatever the index there."""
 
     uuid: str
-    index: int | None = None  # as nvidia-smi counts; None where nothing lists the GPU
-    name: str = ""  # as ranks report it, such as "NVIDIA H200"; empty where nothing lists the GPU
+    index: int | None = None  # as nvidia-smi counts; None if nothing lists the GPU
+    name: str = ""  # as ranks report it, such as "NVIDIA H200"; empty if nothing lists the GPU
     parts: tuple["Gpu", ...] = ()  # its MIG instances: CUDA then shows these and not the whole
 
 
@@ -103,7 +103,7 @@ def _is_called(gpu: Gpu, name: str) -> bool:
 
 
 def kind_of(gpus: Sequence[Gpu]) -> str:
-    """Return the name that these GPUs share, as ranks report it. HarnessError where they have none or several."""
+    """Return the name that these GPUs share, as ranks report it. HarnessError if they have none or several."""
     kinds: dict[str, list[int | None]] = {}
     for gpu in gpus:
         kinds.setdefault(gpu.name, []).append(gpu.index)
@@ -111,7 +111,7 @@ def kind_of(gpus: Sequence[Gpu]) -> str:
         listed = "; ".join(f"{name} ({', '.join(map(str, indices))})" for name, indices in kinds.items())
         first = ",".join(map(str, next(iter(kinds.values()))))
         raise HarnessError(
-            f"there are different GPUs side by side: {listed}. A run uses one kind, whose goldens judge it.",
+            f"there are different GPUs side by side: {listed}. A run uses one kind of GPU.",
             where="--device cuda",
             fix=f"choose one kind, such as CUDA_VISIBLE_DEVICES={first}.",
         )
@@ -121,7 +121,7 @@ def kind_of(gpus: Sequence[Gpu]) -> str:
 
 
 def architecture_of(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
-    """Return the architecture of the first of these GPUs, such as "sm90"; empty where nvidia-smi does not tell."""
+    """Return the architecture of the first of these GPUs, such as "sm90"; empty if nvidia-smi does not tell."""
     listed = "" if not gpus else ask_driver(environ, "--query-gpu=index,compute_cap", "--format=csv,noheader")
     architectures = {
         int(index): f"sm{major}{minor}" for index, major, minor in re.findall(r"(?m)^(\d+), (\d+)\.(\d+)", listed)
@@ -130,14 +130,14 @@ def architecture_of(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
 
 
 def driver_version(environ: Mapping[str, str], *, proc: Path = _DRIVER_VERSION) -> str:
-    """Return the version of the NVIDIA driver; empty where neither nvidia-smi nor the kernel names one."""
+    """Return the version of the NVIDIA driver; empty if neither nvidia-smi nor the kernel names one."""
     told = re.match(r"(\d+(?:\.\d+)+)", ask_driver(environ, "--query-gpu=driver_version", "--format=csv,noheader"))
     match = told or re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(proc))
     return match[1] if match else ""
 
 
 def read_each_other(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> bool | None:
-    """Whether each of these GPUs can read the memory of the others; None where `nvidia-smi topo` does not say so."""
+    """Whether each of these GPUs can read the memory of the others; None if `nvidia-smi topo` does not say so."""
     if len(gpus) < 2:
         return None
     printed = _TERMINAL_CODE.sub("", ask_driver(environ, "topo", "-p2p", "r"))
@@ -195,13 +195,13 @@ def host_name() -> str:
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
-    """Model and instruction sets of the first CPU, as the kernel lists them; empty where it lists none."""
+    """Model and instruction sets of the first CPU, as the kernel lists them; empty if it lists none."""
     first = read_text(cpuinfo).partition("\n\n")[0]
     return "; ".join(re.findall(_KIND, first, flags=re.MULTILINE))
 
 
 def cpu_extensions(cpuinfo: Path = CPUINFO) -> str:
-    """Model name of the CPU and its extensions for vectors and matrices; empty where the kernel names none."""
+    """Model name of the CPU and its extensions for vectors and matrices; empty if the kernel names none."""
     text = read_text(cpuinfo).partition("\n\n")[0]
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     wide = [flag for flag in flags[1].split() if _VECTOR.fullmatch(flag)] if flags else []
@@ -232,11 +232,11 @@ ARITHMETIC = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTI
 
 
 def arithmetic_limits() -> str:
-    """The environment variables that limit CPU arithmetic, as `NAME=value NAME=value`; empty where none is set."""
+    """Return environment variables that limit CPU arithmetic, as `NAME=value NAME=value`; empty if none is set."""
     return " ".join(f"{name}={os.environ[name]}" for name in ARITHMETIC if os.environ.get(name))
 
 
-# The largest world size of the tiers, and two more: a witness of one rank need not wait for the end of such a case.
+# The largest world size of the tiers, and two more: a reference of one rank need not wait for the end of such a case.
 # Ranks of a tiny model can share a core.
 MIN_CPU_SLOTS = 10
 
@@ -287,7 +287,7 @@ class NodeCapacity(Message, frozen=True, kw_only=True):
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """The compute capability of its GPUs, (9, 0) for "sm90"; None where it is not known."""
+        """Return the compute capability of its GPUs, (9, 0) for "sm90"; None if it is not known."""
         match = re.fullmatch(r"sm(\d+)(\d)", self.architecture)
         return (int(match[1]), int(match[2])) if match else None
 

@@ -32,7 +32,7 @@ _DEVICES = re.compile(r"/dev/(nvidia-uvm|kfd|dxg)$")
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a file; empty where it cannot be read."""
+    """Return the content of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -43,13 +43,13 @@ MACHINES = ("x86_64", "aarch64")  # whose system calls `worker/virtual/fabric.py
 
 
 def foreign_system() -> str:
-    """The system and machine where these are none that ranks can run on, such as "Darwin on arm64"; else empty."""
+    """Return system and machine where these are none that ranks can run on, such as "Darwin on arm64"; else empty."""
     system, machine = platform.system(), platform.machine()
     return "" if system == "Linux" and machine in MACHINES else f"{system or 'an unknown system'} on {machine}"
 
 
 def refused_call() -> str:
-    """The error of a system call that ranks need and this kernel, sandbox or emulator refuses; empty where none is."""
+    """Return error of a system call that ranks need and this kernel, sandbox or emulator refuses; empty if none is."""
     answer = ctypes.c_int()
     try:
         os.close(open_pidfd(os.getpid()))
@@ -162,7 +162,7 @@ def state(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat after the name: state, parent, group, session, ...; empty when it is gone."""
+    """Return fields of /proc/<pid>/stat after the name: state, parent, group, session, ...; empty when it is gone."""
     text = read_text(_PROC / str(pid) / "stat")
     return text.rpartition(")")[2].split()  # the process name may hold spaces and parentheses
 
@@ -221,7 +221,7 @@ def kill_marked(variable: str, value: str, timeout_s: float) -> None:
 def signal_marked(pid: int, number: signal.Signals, variable: str, value: str) -> bool:
     """Signal a process that was started with `variable=value` in its environment; any other one is left alone.
 
-    Returns True when it was signalled. `pid` may have been given to another process in the meantime.
+    Returns True if it was signaled. `pid` may have been given to another process in the meantime.
     """
     try:
         process = open_pidfd(pid)
@@ -298,14 +298,14 @@ _SHM = Path("/dev/shm")
 
 
 def shm_files() -> frozenset[str]:
-    """Return names of the files directly in /dev/shm; empty where it does not exist."""
+    """Return names of the files directly in /dev/shm; empty if it does not exist."""
     with suppress(OSError):
         return frozenset(entry.name for entry in _SHM.iterdir() if not entry.is_dir())
     return frozenset()
 
 
 def shm_files_used_by(pids: Iterable[int], candidates: frozenset[str]) -> frozenset[str]:
-    """Returns the candidates that one of these processes has open or mapped."""
+    """Return the candidates that one of these processes has open or mapped."""
     used = {path for pid in pids for path in _files_of(_PROC / str(pid))}
     return frozenset(name for name in candidates if str(_SHM / name) in used)
 

@@ -1,4 +1,4 @@
-"""The messages between controller, nodes, zygotes and ranks. Torch-free, no pickles.
+"""The messages between controller, nodes, fork servers and ranks. Torch-free, no pickles.
 
 The engine does not interpret the work: a job carries an opaque `payload` for the rank program, and every rank returns
 opaque bytes. On the wire, a message is a 4-byte big-endian length followed by msgpack.
@@ -12,7 +12,7 @@ import msgspec
 MAX_FRAME_BYTES = 1 << 30  # a longer length is garbage, not a message
 
 JobStatus = Literal["ok", "crash", "hang", "infra"]
-RankStatus = Literal["returned", "raised", "exited", "signalled", "stuck", "stopped"]
+RankStatus = Literal["returned", "raised", "exited", "signaled", "stuck", "stopped"]
 ShareEvent = Literal["returned", "failed"]  # all ranks of a share have returned, or the first of them has failed
 IN_FOLDER = "file"  # the rendezvous of a job on one node
 
@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Job(Message, frozen=True, kw_only=True):
     """One run of `world_size` fresh ranks, as it is asked of an engine.
 
-    `preload`: the options its rank program is preloaded with. Jobs of equal options share a zygote on a node.
+    `preload`: the options its rank program is preloaded with. Jobs of equal options share a fork server on a node.
     """
 
     job_id: str
@@ -55,7 +55,7 @@ class Share(Message, frozen=True, kw_only=True):
 
     @property
     def is_whole(self) -> bool:
-        """True when no other node has ranks of the job."""
+        """Return True if no other node has ranks of the job."""
         return self.count == self.job.world_size
 
 
@@ -69,7 +69,7 @@ class RankOutcome(Message, frozen=True, kw_only=True):
     traceback: str = ""  # Python traceback, or the faulthandler dump of all threads
     phase: str = ""  # the last phase that the program reported
     seconds: float = 0.0  # from start of the job to the end of this rank
-    consequence: bool = False  # True when the failure of another rank brought this one down
+    consequence: bool = False  # True if the failure of another rank brought this one down
     signal: int = 0  # that ended its process; 0 where none did
     log_tail: str = ""  # last lines of its stdout and stderr
 
@@ -77,14 +77,14 @@ class RankOutcome(Message, frozen=True, kw_only=True):
 class Ended(Message, frozen=True, kw_only=True):
     """What a share of a job, and a whole job, record about their end.
 
-    `zygote_lost`: because its zygote died or fell silent, for which any share that ran on it may be to blame.
+    `fork_server_lost`: because its fork server died or fell silent, for which any share that ran on it may be to blame.
     """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0  # user + system seconds of its ranks
     detected_s: float | None = None  # from its start to the detection of its first failure
-    zygote_lost: bool = False
-    out_of_memory: bool = False  # the kernel's OOM killer was at work when the zygote was lost
+    fork_server_lost: bool = False
+    out_of_memory: bool = False  # the kernel's OOM killer was at work when the fork server was lost
 
 
 class ShareOutcome(Ended, frozen=True, kw_only=True):
@@ -114,20 +114,20 @@ class JobOutcome(Ended, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Zygote to controller, the first message: preloaded and ready."""
+    """Fork server to controller, the first message: preloaded and ready."""
 
     notes: tuple[str, ...] = ()  # the program's remarks about this environment
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """Controller to zygote: run this share. `ticket` identifies it until its outcome is returned."""
+    """Controller to fork server: run this share. `ticket` identifies it until its outcome is returned."""
 
     ticket: int
     share: Share
 
 
 class Control(Message, frozen=True, tag="control"):
-    """Controller to zygote, of a share that runs.
+    """Controller to fork server, of a share that runs.
 
     cancel: kill it now; its outcome still arrives, as `infra`. end: a rank on another node failed: collect stacks, then
     kill it. release: all ranks of the job have returned, on all nodes, and may exit.
@@ -138,14 +138,14 @@ class Control(Message, frozen=True, tag="control"):
 
 
 class Reached(Message, frozen=True, tag="reached"):
-    """Zygote to controller: an event of its share of a job on several nodes."""
+    """Fork server to controller: an event of its share of a job on several nodes."""
 
     ticket: int
     event: ShareEvent
 
 
 class Finished(Message, frozen=True, tag="finished"):
-    """Zygote to controller: this share has ended and left no processes."""
+    """Fork server to controller: this share has ended and left no processes."""
 
     ticket: int
     outcome: ShareOutcome
@@ -170,8 +170,8 @@ class Raised(Message, frozen=True, tag="raised"):
     traceback: str
 
 
-ToZygote = Submit | Control
-FromZygote = Hello | Reached | Finished
+ToForkServer = Submit | Control
+FromForkServer = Hello | Reached | Finished
 FromRank = PhaseReached | Returned | Raised
 
 M = TypeVar("M")
@@ -185,7 +185,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: Message) -> bytearray:
-    """Returns the message as it goes over the wire: length, then msgpack."""
+    """Return the message as it goes over the wire: length, then msgpack."""
     frame = bytearray(4)
     _ENCODER.encode_into(message, frame, 4)
     frame[:4] = (len(frame) - 4).to_bytes(4, "big")
@@ -200,7 +200,7 @@ class FrameReader(Generic[M]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Yields the messages that `data` completes, in order; raises ProtocolError when garbage follows them."""
+        """Yield the messages that `data` completes, in order; raises ProtocolError when garbage follows them."""
         self._buffer += data
         while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "big")

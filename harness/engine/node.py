@@ -1,4 +1,4 @@
-"""A node: one machine's slots, job folders, zygotes and hardware, as the controller of a run uses them.
+"""A node: one machine's slots, job folders, fork servers and hardware, as the controller of a run uses them.
 
 `LocalNode` is this machine. `cluster.py` decides which node runs what.
 """
@@ -46,7 +46,7 @@ class RunsShares(Protocol):
 
 
 class Runner(RunsShares, Protocol):
-    """Starts ranks on this machine: `ZygoteEngine`, `TorchrunEngine`."""
+    """Starts ranks on this machine: `ForkServerEngine`, `TorchrunEngine`."""
 
     def warm(self) -> None:
         """Warm up, so that ranks start at once. `run` reports a failure to do so."""
@@ -96,7 +96,7 @@ class LocalNode:
         self._closed = False
 
     def reserve(self, job_id: str, count: int) -> Reservation:
-        """Hold slots and a folder until `free`. Raises OSError, and HarnessError when leases cannot be had."""
+        """Hold slots and a folder until `free`. Raises OSError, and HarnessError if leases cannot be had."""
         with ExitStack() as held:
             slots = held.enter_context(self._leases.acquire(count))
             folder = self._folder / job_id

@@ -3,8 +3,9 @@
 Functions on values: `supervisor.py` and `torchrun.py` watch the processes. Every run of ranks comes through
 `run_with_retries`, whatever asks for it, which tries again what the machine ended.
 
-What ranks did themselves is never tried again until it passes. A zygote serves several jobs, and its death ends all of
-them: each is tried again on a zygote of its own, so that one which kills its zygote does no harm to the others.
+What ranks did themselves is never tried again until it passes. A fork server serves several jobs, and its death ends
+all of them: each is tried again on its own fork server, so that one which kills its fork server does no harm to
+the others.
 """
 
 import signal
@@ -23,7 +24,7 @@ DEATH_LEAD_S = 0.1
 
 
 def describe_exit(returncode: int, *, returned: bool, oom_kills: int) -> tuple[RankStatus, str]:
-    """Status and message of a rank that exited on its own. `returncode` is as in subprocess: -N means signal N.
+    """Stay and message of a rank that exited on its own. `returncode` is as in subprocess: -N means signal N.
 
     `oom_kills` is how many processes the kernel's OOM killer ended during the job.
     """
@@ -32,12 +33,12 @@ def describe_exit(returncode: int, *, returned: bool, oom_kills: int) -> tuple[R
         return "exited", f"exited with code {returncode}{after or ' without a result'}"
     message = f"killed by {_signal_name(-returncode)}{after}"
     if -returncode not in MACHINE_SIGNALS:
-        return "signalled", message
+        return "signaled", message
     message = f"{message}, not by the harness: possibly {MACHINE_SIGNALS[signal.Signals(-returncode)]}"
     if -returncode != signal.SIGKILL:
-        return "signalled", message
+        return "signaled", message
     oom = f"killed {oom_kills} processes" if oom_kills else "reports no kill"
-    return "signalled", f"{message}. The OOM killer {oom} during the job"
+    return "signaled", f"{message}. The OOM killer {oom} during the job"
 
 
 def _signal_name(number: int) -> str:
@@ -59,7 +60,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def with_reading(self) -> RankOutcome:
-        """The rank, with what its output or its error means appended to its message."""
+        """Return the rank, with what its output or its error means appended to its message."""
         cause = self.reading.what
         if cause in self.rank.message:
             return self.rank
@@ -82,12 +83,12 @@ def first_failure(ranks: tuple[RankOutcome, ...], *, on_gpus: bool = False) -> R
 
 def _precedence(failure: Failure) -> tuple[int, float, int]:
     rank = failure.rank
-    lead_s = DEATH_LEAD_S if rank.status in ("exited", "signalled") else 0.0
+    lead_s = DEATH_LEAD_S if rank.status in ("exited", "signaled") else 0.0
     return failure.order, rank.seconds - lead_s, rank.rank
 
 
 def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False) -> JobOutcome:
-    """Returns the outcome of a job. Marks every failed rank that another failure brought down as a consequence.
+    """Return the outcome of a job. Marks every failed rank that another failure brought down as a consequence.
 
     Where the harness itself failed, such as by the loss of a node, no rank is the cause. A broken GPU, or one whose
     memory others hold, makes it `infra` too; a collective that times out is a `hang`.
@@ -108,7 +109,7 @@ def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False)
         wall_s=max(share.wall_s for share in shares),
         cpu_s=sum(share.cpu_s for share in shares),
         detected_s=min((share.detected_s for share in shares if share.detected_s is not None), default=None),
-        zygote_lost=any(share.zygote_lost for share in shares),
+        fork_server_lost=any(share.fork_server_lost for share in shares),
         out_of_memory=any(share.out_of_memory for share in shares),
     )
 
@@ -180,7 +181,7 @@ def _hang_message(job: Job, ranks: Sequence[RankOutcome], cause: RankOutcome) ->
 
 
 MACHINE_ATTEMPTS = 2  # of a job that ends as `infra`
-ZYGOTE_ATTEMPTS = 3  # of a job whose zygote was lost: the first may be the fault of another job
+FORK_SERVER_ATTEMPTS = 3  # of a job whose fork server was lost: the first may be the fault of another job
 
 
 def run_with_retries(
@@ -188,12 +189,12 @@ def run_with_retries(
 ) -> JobOutcome:
     """Return the outcome of the last attempt, with those before it in `earlier`.
 
-    `run` makes one attempt; its argument says whether it needs a zygote of its own. `note` gets a line about every
+    `run` makes one attempt; its argument says whether it needs its own fork server. `note` gets a line about every
     retry. Nothing is tried again once the engine is `closed`.
     """
     earlier: tuple[JobOutcome, ...] = ()
     while True:
-        outcome = run(any(attempt.zygote_lost for attempt in earlier))
+        outcome = run(any(attempt.fork_server_lost for attempt in earlier))
         attempts = (*earlier, outcome)
         if outcome.status != "infra" or closed() or not _another_is_due(attempts):
             return replace(_concluded(attempts), earlier=earlier)
@@ -202,15 +203,19 @@ def run_with_retries(
 
 
 def _another_is_due(attempts: tuple[JobOutcome, ...]) -> bool:
-    """Losing the zygote counts apart: where another job is to blame, this one still has its retry."""
-    lost = sum(attempt.zygote_lost for attempt in attempts)
-    return lost < ZYGOTE_ATTEMPTS and len(attempts) - lost < MACHINE_ATTEMPTS
+    """Losing the fork server counts apart: where another job is to blame, this one still has its retry."""
+    lost = sum(attempt.fork_server_lost for attempt in attempts)
+    return lost < FORK_SERVER_ATTEMPTS and len(attempts) - lost < MACHINE_ATTEMPTS
 
 
 def _concluded(attempts: tuple[JobOutcome, ...]) -> JobOutcome:
-    """Return the last attempt; a crash where every zygote was lost, unless the kernel had no memory for one of them."""
-    last, lost = attempts[-1], [attempt for attempt in attempts if attempt.zygote_lost]
-    if not last.zygote_lost or len(lost) < ZYGOTE_ATTEMPTS or any(attempt.out_of_memory for attempt in lost):
+    """Return the last attempt; a crash where every fork server was lost, unless the kernel had no memory for one of
+    them.
+    """
+    last, lost = attempts[-1], [attempt for attempt in attempts if attempt.fork_server_lost]
+    if not last.fork_server_lost or len(lost) < FORK_SERVER_ATTEMPTS or any(attempt.out_of_memory for attempt in lost):
         return last
-    message = f"its zygote was lost {len(lost)} times, the last {len(lost) - 1} with no other job on it: {last.message}"
+    message = (
+        f"its fork server was lost {len(lost)} times, the last {len(lost) - 1} with no other job on it: {last.message}"
+    )
     return replace(last, status="crash", message=message)

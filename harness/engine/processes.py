@@ -1,7 +1,7 @@
 """New processes of the engine: their command line, environment and start, the folder of a job, and the store of a run.
 
 The store, a TCP store of torch, is where ranks of several nodes meet, with a prefix for every job. It is a process of
-its own: the server has threads, which neither the controller nor a zygote may have, and one port for the whole run
+its own: the server has threads, which neither the controller nor a fork server may have, and one port for the whole run
 cannot be taken by another program between two jobs.
 """
 
@@ -30,8 +30,8 @@ _BOOT = (
     "runpy.run_module(name, run_name='__main__', alter_sys=True)"
 )
 
-# One thread per rank: the zygote must be single-threaded when it forks, and ranks share few cores. A program may raise
-# the number after the fork.
+# One thread per rank: the fork server must be single-threaded when it forks, and ranks share few cores. A program may
+# raise the number after the fork.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 # `torch.cuda.is_available()`, which torchao calls when it is imported, then asks NVML and makes no CUDA context that a
@@ -58,7 +58,7 @@ def child_environ(extra: Mapping[str, str]) -> dict[str, str]:
 def start(
     command: Sequence[str], output: IO[bytes], *, environ: Mapping[str, str], fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own. It writes to `output` and inherits `fds`. Raises OSError."""
+    """Start a command in its own session. It writes to `output` and inherits `fds`. Raises OSError."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -169,12 +169,12 @@ class JobFolder(msgspec.Struct, frozen=True):
 
 
 def tail(path: Path) -> str:
-    """Returns the last 40 lines of a text file, at most 8 KiB; empty if it does not exist."""
+    """Return the last 40 lines of a text file, at most 8 KiB; empty if it does not exist."""
     return "\n".join(read_end(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
 
 
 def read_end(path: Path, size: int) -> str:
-    """Returns the last bytes of a text file, at most `size`; empty if it does not exist."""
+    """Return the last bytes of a text file, at most `size`; empty if it does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

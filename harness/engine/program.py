@@ -1,8 +1,8 @@
 """The rank program: the interface of the module that does the work in a rank.
 
 The engine refers to a program by its dotted module name, so the controller never imports it. What a program does before
-the fork must leave the zygote fit for it. A thread does not exist in a forked process, and a lock that it held stays
-locked there. A CUDA context does not work there either:
+the fork must leave the fork server fit for it. A thread does not exist in a forked process, and a lock that it held
+stays locked there. A CUDA context does not work there either:
 https://docs.pytorch.org/docs/main/notes/multiprocessing.html#poison-fork-in-multiprocessing.
 """
 
@@ -105,7 +105,7 @@ def preload_program(name: str, options: Mapping[str, str]) -> RankProgram:
 
 
 def load_program(name: str) -> RankProgram:
-    """Returns the module `name` as a rank program. Raises ImportError, and HarnessError when a function is missing."""
+    """Return the module `name` as a rank program. Raises ImportError, and HarnessError if a function is missing."""
     module = importlib.import_module(name)
     missing = [function for function in ("preload", "rank_main") if not callable(getattr(module, function, None))]
     if missing:
@@ -135,7 +135,7 @@ class ForkBlockers:
             ("use no device before it forks, but it has open", linux.open_devices()),
         )
         return "; ".join(
-            f"the zygote must {demand}: {_listed(names, self._seen)}" for demand, names in demands if names
+            f"the fork server must {demand}: {_listed(names, self._seen)}" for demand, names in demands if names
         )
 
 

@@ -1,8 +1,8 @@
 """One rank process, from inside and as its supervisor handles it.
 
 Inside, it sets up the process, runs the program, reports the result, waits for release and exits, and never returns to
-the code of the zygote that forked it. Outside, it is forked, its messages are read, its stacks dumped, it is killed and
-reaped; `supervisor.py` decides which failure matters and when to end ranks.
+the code of the fork server that forked it. Outside, it is forked, its messages are read, its stacks dumped, it is
+killed and reaped; `supervisor.py` decides which failure matters and when to end ranks.
 """
 
 import faulthandler
@@ -113,7 +113,7 @@ def run_program(rank_main: RankMain, context: RankContext) -> Returned | Raised:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the type and text of an exception on one line, at most 4000 characters."""
+    """Return the type and text of an exception on one line, at most 4000 characters."""
     try:
         text = " ".join(str(error).split())
     except Exception as broken:  # an exception whose __str__ raises

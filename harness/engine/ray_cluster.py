@@ -1,6 +1,6 @@
 """The Ray cluster of a run: what its nodes have, whether they are alike, and the nodes opened for the run.
 
-A node is an actor in a bundle of the group of the run, which owns its zygotes and ranks and dies with the driver.
+A node is an actor in a bundle of the group of the run, which owns its fork servers and ranks and dies with the driver.
 Whatever crosses the cluster is bytes of `messages.py`, or plain strings and numbers.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import (
     ARITHMETIC,
     MIN_CPU_SLOTS,
@@ -27,7 +28,6 @@ from harness.engine.hardware import (
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, NodeLost, Reservation, Scratch
 from harness.engine.ray_connection import Group, RayMachine, alive_machines, bundle, connect, place_group
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 from harness.sources import software
 from harness.text import changed_facts, counted
@@ -69,7 +69,7 @@ class NodeActor(LocalNode):
         # Ray decides who has these CPUs or GPUs, so no other process shares their leases.
         self._private = Scratch()
         super().__init__(
-            lambda preload: ZygoteEngine(asked.program, preload),
+            lambda preload: ForkServerEngine(asked.program, preload),
             open_leases(self._private.path, asked.capacity.device, asked.capacity.slots),
             asked.capacity,
             logs=Path(asked.logs) if asked.logs else None,
@@ -116,7 +116,7 @@ def node_facts(device: Device) -> bytes:
 
 
 _START_S = 120.0  # of an actor, on a busy machine
-_CLOSE_S = 15.0  # longer than a zygote needs to end its ranks
+_CLOSE_S = 15.0  # longer than a fork server needs to end its ranks
 _DIED = ("NodeDiedError", "ActorUnschedulableError", "TaskUnschedulableError", "LocalRayletDiedError")
 _THREADS = 1000  # of an actor: for every job one that runs or waits for slots, and those that end it
 
@@ -149,7 +149,7 @@ class RayNode:
         self._slots = self._actor.slots.remote()
 
     def check_started(self) -> None:
-        """Wait for the actor. Raises HarnessError where it does not start, or has other devices than reported."""
+        """Wait for the actor. Raises HarnessError if it does not start, or has other devices than reported."""
         try:
             slots = self._ray.get(self._slots, timeout=_START_S)
         except self._ray.exceptions.RayError as error:
@@ -189,7 +189,7 @@ class RayNode:
         self._ask("free", job_id)
 
     def close(self) -> None:
-        """Kill every rank and every zygote there, then the actor, and leave the group."""
+        """Kill every rank and every fork server there, then the actor, and leave the group."""
         with suppress(NodeLost):
             self._ask("close", timeout_s=_CLOSE_S)
         self._ray.kill(self._actor)
@@ -220,7 +220,7 @@ def not_started(name: str, error: Exception) -> HarnessError:
     return HarnessError(
         f"the harness does not start there: {ray_message(error)}",
         where=f"node {name}",
-        fix="install on that node what is installed here, or take it out of the cluster.",
+        fix="install the same packages on that node, or remove it from the cluster.",
     )
 
 
@@ -243,14 +243,14 @@ def cluster_device(address: str, asked: str) -> Device:
 def cluster_capacity(address: str, device: Device, slots: int | None) -> Capacity:
     """Return what every node with a CPU, or a GPU, has; `slots`: on each. Reserves nothing.
 
-    Raises HarnessError where there is no such node, and where nodes differ in what numbers depend on.
+    Raises HarnessError if there is no such node, and where nodes differ in what numbers depend on.
     """
     ray = connect(address)
     machines = [machine for machine in alive_machines(ray) if slots_of(machine, device, slots)]
     if not machines:
         raise HarnessError(
             f"no node of the cluster has a {'GPU' if device == 'cuda' else 'CPU'} for ranks.",
-            where="--engine ray",
+            where="--launcher ray",
             fix="add nodes by `ray start --address HOST:PORT`.",
         )
     facts = _facts(ray, machines, device)
@@ -270,12 +270,12 @@ def open_nodes(
 ) -> list[RayNode]:
     """Reserve these nodes and start their actors; waits for what other runs hold. Every node must be closed.
 
-    Raises HarnessError where they cannot be reserved, or an actor does not start.
+    Raises HarnessError if they cannot be reserved, or an actor does not start.
     """
     ray = connect(address)
     machines = {machine.name: machine for machine in alive_machines(ray)}
     if left := [node.host for node in capacity.nodes if node.host not in machines]:
-        raise HarnessError(f"{', '.join(left)} left the cluster.", where="--engine ray", fix="run it again.")
+        raise HarnessError(f"{', '.join(left)} left the cluster.", where="--launcher ray", fix="run it again.")
     mine = [machines[node.host] for node in capacity.nodes]
     bundles = [bundle(machine, node.device, node.slots) for machine, node in zip(mine, capacity.nodes, strict=True)]
     group = place_group(ray, mine, bundles, note)
@@ -302,7 +302,7 @@ def own_address(address: str) -> str:
 
 
 def check_alike(here: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> None:
-    """Raises HarnessError where a node has other packages than this machine, or another device than the first node."""
+    """Raise HarnessError if a node has other packages than this machine, or another device than the first node."""
     first = next(iter(nodes.values())).capacity
     differing = []
     for name, facts in nodes.items():
@@ -314,7 +314,7 @@ def check_alike(here: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> None
         raise HarnessError(
             f"{len(differing)} of {len(nodes)} nodes differ from this machine, or from the first node: "
             f"{'; '.join(differing)}.",
-            where="--engine ray",
+            where="--launcher ray",
             fix="install the same on all, such as one image, or take these nodes out of the cluster.",
         )
 
@@ -346,7 +346,9 @@ def slots_of(machine: RayMachine, device: Device, slots: int | None) -> int:
 
 
 def _device(capacity: NodeCapacity) -> dict[str, str]:
-    """Return what ranks compute on: a case and its partner may run on different nodes, and must not differ in a bit."""
+    """Return what ranks compute on: a case and its counterpart may run on different nodes, and must not differ in a
+    bit.
+    """
     if capacity.device == "cpu":
         return {"CPU": capacity.cpu}
     return {"device": capacity.device_name, "architecture": capacity.architecture, "driver": capacity.driver}

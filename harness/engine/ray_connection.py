@@ -45,11 +45,11 @@ class RayMachine(NamedTuple):
 def connect(address: str) -> Any:
     """Connect this process to the cluster, unless it is; returns the module `ray`.
 
-    `address` is HOST:PORT or "auto". Raises HarnessError where Ray is not installed, nothing answers at the address, or
+    `address` is HOST:PORT or "auto". Raises HarnessError if Ray is not installed, nothing answers at the address, or
     the cluster refuses.
     """
     if importlib.util.find_spec("ray") is None:
-        raise HarnessError("Ray is not installed.", where="--engine ray", fix="pip install 'fp8-harness[cluster]'")
+        raise HarnessError("Ray is not installed.", where="--launcher ray", fix="pip install 'fp8-harness[cluster]'")
     named = os.environ.get("RAY_ADDRESS") or AUTO if address == AUTO else address
     if named != AUTO:
         _check_reachable(named)
@@ -86,7 +86,7 @@ def alive_machines(ray: Any) -> list[RayMachine]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises HarnessError where no TCP connection can be made."""
+    """Raise HarnessError if no TCP connection can be made."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise HarnessError(
@@ -167,7 +167,7 @@ def place_group(
 ) -> Group:
     """Reserve a bundle on each of these machines, all or nothing. Waits for what other runs hold.
 
-    Raises HarnessError where they are not free in time, or where a machine leaves the cluster.
+    Raises HarnessError if they are not free in time, or where a machine leaves the cluster.
     """
     handle = ray.util.placement_group(
         bundles=[dict(resources) for resources in bundles],
@@ -189,8 +189,8 @@ def place_group(
         fix = "run it again: it takes the nodes that are there."
         if not left:
             what = f"{_amount(bundles)} were not free within {wait_s:g} s; {_free(ray, bundles)}."
-            fix = "wait for what holds them, which `ray status` lists, or give a smaller --slots."
-        raise HarnessError(what, where="--engine ray", fix=fix)
+            fix = "wait until they are free (`ray status`), or give a smaller --slots."
+        raise HarnessError(what, where="--launcher ray", fix=fix)
     return group
 
 

@@ -1,7 +1,7 @@
 """Supervises the share of one job: starts its ranks, detects the first failure, collects stacks, ends every process.
 
-A state machine driven by the selector loop of `zygote.py`: rank sockets and pidfds call back through the selector, and
-`tick` advances the state. Never blocks.
+A state machine driven by the selector loop of `fork_server.py`: rank sockets and pidfds call back through the selector,
+and `tick` advances the state. Never blocks.
 """
 
 import enum
@@ -80,7 +80,7 @@ class Supervisor:
 
     @property
     def wakeup_s(self) -> float:
-        """When to call `tick` next if no callback runs earlier, in time.monotonic() seconds."""
+        """Return when to call `tick` next if no callback runs earlier, in time.monotonic() seconds."""
         if self._stage is Stage.SWEEPING:
             return time.monotonic() + SWEEP_POLL_S
         return min(self._until_s, self._logs_due_s)

@@ -144,9 +144,9 @@ def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
 
 
 def _lacks_room(rank: RankOutcome) -> bool:
-    """Return True where the host had no room for what would fit into it."""
+    """Return True if the host had no room for what would fit into it."""
     if rank.status != "raised":
-        return rank.status == "signalled" and _BAD_ALLOC in rank.log_tail
+        return rank.status == "signaled" and _BAD_ALLOC in rank.log_tail
     match = _NO_ROOM.search(rank.message)
     return match is not None and int(match["asked"] or 0) <= _host_bytes()
 

@@ -1,8 +1,8 @@
 """The torchrun engine: one torchrun per job, one new interpreter per rank. Slow, but the way users launch training.
 
-The baseline for the results and the cost of the zygote engine. Does not import torch: it runs torchrun as a command,
-which starts ranks by `python -m harness.engine.torchrun FOLDER`, with RANK in the environment. A rank reads the
-`LaunchSpec` in the folder, and writes its `RankOutcome` there.
+The baseline for the results and the cost of the fork server engine. Does not import torch: it runs torchrun as a
+command, which starts ranks by `python -m harness.engine.torchrun FOLDER`, with RANK in the environment. A rank reads
+the `LaunchSpec` in the folder, and writes its `RankOutcome` there.
 """
 
 import faulthandler
@@ -91,10 +91,10 @@ class TorchrunEngine:
                 self._ended.notify_all()
 
     def warm(self) -> None:
-        """Does nothing: every job starts its own interpreters."""
+        """Do nothing: every job starts its own interpreters."""
 
     def end(self, job_id: str) -> None:
-        """Does nothing, as `release`: no other node has ranks of the job."""
+        """Do nothing, as `release`: no other node has ranks of the job."""
 
     def release(self, job_id: str) -> None: ...
 
@@ -144,7 +144,7 @@ class _Launch:
             if self._killed and not self._closing.is_set():
                 self._request_stacks()
                 time.sleep(DUMP_S)
-        finally:  # the ranks by their mark: each is in a session of its own, outside of the group of torchrun
+        finally:  # the ranks by their mark: each is in its own session, outside of the group of torchrun
             os.killpg(process.pid, signal.SIGKILL)
             linux.kill_marked(MARK, self._mark, _SWEEP_S)
         _, status, usage = os.wait4(process.pid, 0)
@@ -223,9 +223,9 @@ class _Launch:
         )
 
     def _guess(self, stacks: str) -> tuple[RankStatus, str]:
-        """Status and message of a rank that wrote no outcome, and of which torchrun says nothing."""
+        """Stay and message of a rank that wrote no outcome, and of which torchrun says nothing."""
         if stacks.startswith("Fatal Python error"):
-            return "signalled", stacks.splitlines()[0]
+            return "signaled", stacks.splitlines()[0]
         if self._killed:
             return "stuck", "did not finish"
         if stacks:

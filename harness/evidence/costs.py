@@ -29,7 +29,7 @@ from harness.matrix.rules import expected_refusal
 _REFUSED_SHARE = 0.15  # a refused case ends in the first forward or backward pass
 
 FLOPS_PER_CPU_S = 6e9  # of the virtual device, which multiplies in float64: measured with models of 15 to 30 million
-RANK_BYTES = 250e6  # of a process of its own: what torch and a warmed-up rank keep besides tensors
+RANK_BYTES = 250e6  # of its own process: what torch and a warmed-up rank keep besides tensors
 # What a replay needs is a gradient and an update of every parameter in float32, of every step; copies of it are in the
 # process that reads or writes it, and over all processes (measured with 30 million parameters, 2 steps).
 _RECORDED_BYTES, _COPIES_IN_PROCESS, _COPIES = 8, 5, 12
@@ -38,7 +38,7 @@ _SHARES = {BF16: 0.6, NOISE[0].partition(" ")[0]: 0.6}
 
 
 class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """CPU seconds by feature, of the ranks of a case and of a solo witness, and what they were fitted to."""
+    """CPU seconds by feature, of the ranks of a case and of a single-rank reference, and what they were fitted to."""
 
     case: Mapping[str, float]
     solo: Mapping[str, float]
@@ -51,7 +51,7 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     created: str  # UTC, ISO 8601
 
     def case_s(self, case: Case) -> float:
-        """CPU seconds of all ranks of a case."""
+        """Return CPU seconds of all ranks of a case."""
         cost_s = _weighted(self.case, case_features(case))
         return cost_s if expected_refusal(case) is None else cost_s * _REFUSED_SHARE
 
@@ -61,7 +61,7 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Price(own_s=self.case_s(case), shared_s=shared)
 
     def _reference_s(self, reference: Reference) -> float:
-        """CPU seconds of a reference: all but the partner, a case like any other, go through the batch on one rank."""
+        """Return the CPU seconds of a reference, which computes the batch on one rank unless it is a counterpart."""
         if reference.role == PARTNER:
             return self.case_s(reference.case)
         return _weighted(self.solo, solo_features(reference.case))
@@ -121,7 +121,7 @@ def case_features(case: Case) -> dict[str, float]:
 
 
 def solo_features(witness: Case) -> dict[str, float]:
-    """Return what the CPU seconds of a solo witness are made of: it replays every data-parallel rank."""
+    """Return what the CPU seconds of a single-rank reference are made of: it replays every data-parallel rank."""
     rows = witness.float8.enabled and not witness.float8.traits.one_scale_per_tensor
     replays = witness.layout.dp * witness.train.steps
     return {
@@ -144,7 +144,7 @@ def _weighted(weights: Mapping[str, float], features: Mapping[str, float]) -> fl
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of a case and of its witnesses; bytes of the largest process, and of all at the same time.
+    """CPU seconds of a case and of its references; bytes of the largest process, and of all at the same time.
 
     `rough`: the model is larger than the one that costs were fitted to.
     """
@@ -176,7 +176,7 @@ def estimate(case: Case, costs: Costs, stored: Stored = ALL_STORED) -> Estimate:
 
 
 def _larger_s(case: Case, costs: Costs) -> float:
-    """CPU seconds that a model takes above the tiny one with the same vocabulary; 0 for a smaller one."""
+    """Return CPU seconds that a model takes above the tiny one with the same vocabulary; 0 for a smaller one."""
     tiny_model = Model(vocab_size=case.model.vocab_size, pad_vocab_to_multiple_of=case.model.pad_vocab_to_multiple_of)
     if parameter_count(case) <= parameter_count(tiny := Case(model=tiny_model)) or expected_refusal(case) is not None:
         return 0.0
@@ -188,7 +188,7 @@ def _larger_s(case: Case, costs: Costs) -> float:
 
 
 def _on_one_rank(case: Case) -> Case:
-    """Return the case as its witness runs it: one data-parallel rank after the other, each with the whole model."""
+    """Return the case as its reference runs it: one data-parallel rank after the other, each with the whole model."""
     train = msgspec.structs.replace(case.train, global_batch=case.local_batch)
     return msgspec.structs.replace(case, layout=Layout(), checkpointing=Checkpointing(), train=train)
 

@@ -57,7 +57,7 @@ def tree_difference(root: Path) -> str:
 def goldens_of(root: Path, against: str) -> Iterator[Path]:
     """A folder with the golden/ of another project root, or of a git revision of this one.
 
-    Raises HarnessError where it is neither.
+    Raises HarnessError if it is neither.
     """
     if against and (Path(against) / "golden").is_dir():
         yield Path(against)
@@ -130,7 +130,7 @@ class Golden(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GoldenRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of an old and a new golden; None where one of them lacks the step."""
+    """One step of an old and a new golden; None if one of them lacks the step."""
 
     step: int
     old_loss: float | None
@@ -140,7 +140,7 @@ class GoldenRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loss_change(self) -> float | None:
-        """New minus old, in nats."""
+        """Return new minus old, in nats."""
         return None if self.old_loss is None or self.new_loss is None else self.new_loss - self.old_loss
 
 
@@ -150,7 +150,7 @@ class GoldenKey(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def update_command(family: str, hardware: str, root: Path | None = None) -> str:
-    """The command that makes the golden of a family for this hardware, by its reference case, in this project."""
+    """Return command that makes the golden of a family for this hardware, by its reference case, in this project."""
     case = family_case(family)
     assert case is not None, f"'{family}' is no family"
     device = "cpu" if hardware == "cpu" else "cuda"
@@ -277,7 +277,7 @@ def unsound(golden: Golden) -> str | None:
 
 
 def curve_text(case_id: str, losses: Sequence[float], grad_norms: Sequence[float]) -> str:
-    """The loss and the gradient norm of every step, with every digit, in the format of torchtitan's golden files.
+    """Return loss and the gradient norm of every step, with every digit, in the format of torchtitan's golden files.
 
     # config: fsdp2-tp2-rowwise-v2048-b16
     # ngpu: 4
@@ -305,7 +305,7 @@ def hardware_class(device_name: str) -> str:
 def hardware_classes(device_name: str, architecture: str = "") -> tuple[str, ...]:
     """Return all classes of a device, the most specific first: "nvidia-h200", "sm90", "nvidia".
 
-    `architecture` is "sm90", "gfx942" or empty where it is not known. Of two vendors no class is the same.
+    `architecture` is "sm90", "gfx942" or empty if it is not known. Of two vendors no class is the same.
     """
     own = hardware_class(device_name)
     if own == "cpu":
@@ -324,7 +324,7 @@ class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> Literal["new", "changed", "unchanged"]:
-        """Whether a number or the data changed; who made the golden and why does not count."""
+        """Return whether a number or the data changed; who made the golden and why does not count."""
         if self.old is None:
             return "new"
         old, new = ((golden.losses, golden.grad_norms, golden.data_digest) for golden in (self.old, self.new))
@@ -332,7 +332,7 @@ class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def other_data(self) -> bool:
-        """True when the two were not trained on the same data and initial weights."""
+        """Return True if the two were not trained on the same data and initial weights."""
         return self.old is not None and self.old.data_digest != self.new.data_digest
 
 
@@ -349,7 +349,7 @@ class LargestChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
-    """How the change compares with the tolerance of the reference; None where nothing was measured or is comparable."""
+    """How the change compares with the tolerance of the reference; None if nothing was measured or is comparable."""
     if change.old is None or change.old.data_digest != change.new.data_digest:
         return None
     try:
@@ -370,7 +370,7 @@ def replaced(root: Path, new: Golden) -> GoldenChange:
 
 
 def changes_between(old_root: Path, new_root: Path) -> tuple[tuple[GoldenChange, ...], tuple[GoldenKey, ...]]:
-    """What became of the goldens of one root in another one: every golden that is there now, and those that are gone.
+    """Return what became of the goldens of one root in another one: every golden that is there now, and those gone.
 
     Raises `Damaged` for one that is there now.
     """

@@ -21,13 +21,13 @@ DRAWS = 4  # of random errors, for a tolerance that was not measured
 SOLO, OPERANDS, BF16, PARTNER, REPLAY = "solo", "operands", "bf16", "partner", "replay"
 NOISE = tuple(f"noise {draw}" for draw in range(1, DRAWS + 1))
 
-RunsByRole = Mapping[str, Run | None]  # by role; None where it was stopped, without traces where it did not finish
+RunsByRole = Mapping[str, Run | None]  # by role; None if it was stopped, without traces where it did not finish
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
     """A run to compare with. `role`: what it is to the case. `name`: equal names are one run.
 
-    `request` is None where the run of the case decides it: what its modules had, which linears it converted.
+    `request` is None if the run of the case decides it: what its modules had, which linears it converted.
     """
 
     role: str
@@ -69,7 +69,7 @@ def needs(
     """Return the references that a case wants whether it fails or not, those first that most cases share.
 
     With its `run` those alone that can start. `recorded`: fields of `RankTrace` that its ranks fill. `fixes`: what its
-    partner runs with, by content.
+    counterpart runs with, by content.
     """
     if expect.refusal is not None:
         return ()
@@ -105,7 +105,7 @@ def operands_reference(case: Case) -> Reference:
 
 
 def bf16_reference(case: Case) -> Reference:
-    """Return the BF16 reference on one rank: in place of a golden, and for derived tolerances."""
+    """Return the BF16 reference on one rank: instead of a golden, and for derived tolerances."""
     reference = reference_case(case)
     request = RunRequest(case=reference, probes=("sketches",))
     return Reference(role=BF16, name=f"reference {case_id(reference)}", case=reference, request=request)
@@ -123,13 +123,13 @@ def noisy_reference(case: Case, draw: int, converted: tuple[str, ...] | None) ->
 
 
 def partner_reference(expect: Expectations, fixes: Mapping[str, Patch] = MappingProxyType({})) -> Reference:
-    """Return the run of the partner of a case that has one (`relations.py`), with `fixes` against recorded faults.
+    """Return the run of the counterpart of a case that has one (`relations.py`), with `fixes` against recorded faults.
 
     One that stands for the modules of a compiled case has their distances from a replay as well.
     """
-    assert expect.relation is not None, f"{case_id(expect.case)} has no partner"
+    assert expect.relation is not None, f"{case_id(expect.case)} has no counterpart"
     other, replayed = expect.relation.partner, expect.stands_for_modules
-    name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *fixes])
+    name = " with ".join([f"{'replayed ' * replayed}counterpart {case_id(other)}", *fixes])
     probes = ("sketches", "module_tensors") if replayed else ("sketches",)
     request = RunRequest(case=other, probes=probes, injections=tuple(fixes.values()))
     return Reference(role=PARTNER, name=name, case=other, request=request, replayed=replayed)

@@ -1,4 +1,4 @@
-"""Sealed files: JSON that only the tool writes, with a digest of its own content.
+"""Sealed files: JSON that only the tool writes, with its own digest content.
 
 Reading detects edits by hand, truncation and bad merges. The digest protects against accidents and shortcuts, not
 against an attacker.
@@ -43,7 +43,7 @@ def write_sealed(path: Path, document: Sealed) -> Path:
 
 
 def read_sealed(path: Path, kind: type[Document], *, remake: str, missing: str = "is not there.") -> Document:
-    """The document in `path`. Raises `Missing`, saying `missing`, and `Damaged`; `remake`: how to get a new one."""
+    """Return document in `path`. Raises `Missing`, saying `missing`, and `Damaged`; `remake`: how to get a new one."""
 
     def broken(what: str) -> HarnessError:
         return Damaged(what, where=str(path), fix=f"restore it or {remake}")
@@ -66,7 +66,7 @@ def read_sealed(path: Path, kind: type[Document], *, remake: str, missing: str =
 
 
 def stored_or_why(read: Callable[[], Document]) -> tuple[Document | None, str]:
-    """Return what is stored; None where nothing is, and where it cannot be read, with the reason."""
+    """Return what is stored; None if nothing is, and where it cannot be read, with the reason."""
     try:
         return read(), ""
     except Missing:

@@ -39,7 +39,7 @@ class Signature(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     case_id: str
     first_step: tuple[RanksSeen, ...]
-    later_steps: tuple[RanksSeen, ...]  # empty where there is one step
+    later_steps: tuple[RanksSeen, ...]  # empty if there is one step
     provenance: Provenance
 
     def seen(self, *, step: int, rank: int) -> Seen:
@@ -69,7 +69,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_signature(case: Case) -> bool:
-    """Return True when no formula says what a run of the case must be seen to do."""
+    """Return True if no formula says what a run of the case must be seen to do."""
     return not is_llama(case.target) and expected_refusal(case) is None
 
 

@@ -203,7 +203,7 @@ def measured_steps(samples: Sequence[Sample]) -> int:
 
 
 def noise(check: str, samples: Sequence[Sample]) -> tuple[float, ...]:
-    """The largest distance measured up to each step. It never decreases, because errors accumulate in training."""
+    """Return largest distance measured up to each step. It never decreases, because errors accumulate in training."""
     measured = [sample.per_step for sample in samples]
     if check == PARITY:
         measured += _as_if_flipped_at_once(measured)
@@ -303,7 +303,7 @@ def _spread_problem(key: str, samples: Sequence[Sample]) -> list[str]:
     if first[high] <= MAX_SPREAD * first[low]:
         return []
     far, near = f"{high} is up to {first[high]:.2g} off in step 1", f"{low} at most {first[low]:.2g}"
-    return [f"{key}: {far}, {near}: they need keys of their own"]
+    return [f"{key}: {far}, {near}: they need separate keys"]
 
 
 def _step_problems(key: str, entry: Entry, step: int, low: float) -> list[str]:

@@ -48,7 +48,7 @@ def read_verified(roots: Iterable[Path]) -> tuple[VerifiedWith, ...]:
 
 
 def add_verified(root: Path, new: VerifiedWith) -> Path:
-    """Store what was verified, in place of what was known of these versions, and return the path of the record."""
+    """Store what was verified, instead of what was known of these versions, and return the path of the record."""
     path = formulas_path(root)
     others = [entry for entry in _read(path) if entry.versions != new.versions]
     in_order = sorted((*others, new), key=lambda entry: tuple(map(Version, entry.versions)))

@@ -41,7 +41,7 @@ class Expectations:
         self.case = case
         self.changes = changes
         self.numerics = numerics
-        # True where all that must be seen follows from the case; of any other model it is found out.
+        # True if all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = model.llama_model(case) if self.has_formulas else linears
 
@@ -64,29 +64,29 @@ class Expectations:
 
     @functools.cached_property
     def never_recorded(self) -> Collection[str]:
-        """Those of `not_recorded` that no rank is asked for. The size of a model that is not known shows in the run."""
+        """Return those of `not_recorded` that no rank is asked for. The size of a model not known shows in the run."""
         tried = {"module_tensors"} if replayed_steps(self.case, self.numerics) else set()
         return self.not_recorded.keys() - tried
 
     @functools.cached_property
     def refusal(self) -> Refusal | None:
-        """The error that the case must end in; None when it must train."""
+        """Return the error that the case must end in; None when it must train."""
         return expected_refusal(self.case)
 
     @property
     def linears(self) -> Model:
-        """The linears of the model. Checks that need them are not judged before they are known."""
+        """Return the linears of the model. Checks that need them are not checked before they are known."""
         assert self.model is not None, "checks of linears need the model"
         return self.model
 
     @functools.cached_property
     def converted_fqns(self) -> tuple[str, ...]:
-        """Linears that must be Float8Linear after conversion, sorted."""
+        """Return linears that must be Float8Linear after conversion, sorted."""
         return self.linears.converted
 
     @functools.cached_property
     def compiled_casts(self) -> CompiledCasts | None:
-        """The casts of compiled blocks in one step; None where the blocks are not known, and in an eager case."""
+        """Return casts of compiled blocks in one step; None if the blocks are not known, and in an eager case."""
         if not self.has_formulas or self.case.compile == "none":
             return None
         inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
@@ -94,7 +94,7 @@ class Expectations:
 
     @functools.cached_property
     def scaled_mm_calls(self) -> tuple[int, int]:
-        """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
+        """Return fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
         once = model.calls_of_linears(self.case, self.linears)
         if self.has_formulas:
             once += compiled.extra_matmul_calls(self.case, scaled=True)
@@ -103,23 +103,23 @@ class Expectations:
 
     @functools.cached_property
     def recomputed_calls(self) -> tuple[int, int]:
-        """Fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
+        """Return fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
         if self.has_formulas:
             return (model.recomputed_calls(self.case, self.linears),) * 2
         return model.recomputed_matmuls(self.case, self.linears)
 
     @functools.cached_property
     def casts(self) -> Mapping[CastSite, tuple[CastForm, ...]]:
-        """The casts to float8 of one rank in one step: their forms by site, in execution order."""
+        """Return the casts to float8 of one rank in one step: their forms by site, in execution order."""
         return model.expected_casts(self.case, self.linears)
 
     @functools.cached_property
     def cast_calls(self) -> int:
-        """Casts to float8 by the linears of one rank in one step, without those of FSDP2."""
+        """Cast to float8 by the linears of one rank in one step, without those of FSDP2."""
         return sum(len(forms) for site, forms in self.casts.items() if site.phase not in model.OF_GATHERS)
 
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
-        """The collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
+        """Return collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
         transfers = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
         return (*transfers, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
 
@@ -148,12 +148,12 @@ class Expectations:
 
     @functools.cached_property
     def stands_for_modules(self) -> bool:
-        """True when local parity judges the partner, which must equal this compiled case bit for bit."""
+        """True if the per-module replay checks the counterpart, which must equal this compiled case bit for bit."""
         return relations.stands_for_modules(self.case, self.relation, self.numerics)
 
     @functools.cached_property
     def relation(self) -> Relation | None:
-        """The partner that the case is compared with and how closely they must match; None without a partner."""
+        """Return the counterpart of the case and how closely they must match, or None."""
         return relations.partner(self.case, self.numerics)
 
 
@@ -163,7 +163,7 @@ def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str
     if case.compile == "none":
         empty["graphs"] = "nothing is compiled"
     else:
-        empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
+        empty["operands"] = "compiled blocks bypass the probe; graph_scales checks their casts"
     if not case.model.experts:
         empty["experts"] = "no block has experts"
     if not replayed_steps(case, numerics) or not is_llama(case.target):
@@ -173,7 +173,7 @@ def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str
 
 def _not_replayed(case: Case, numerics: Numerics) -> str:
     if case.compile != "none" and case.train.dtype != "float64":
-        return "hooks would change what is compiled, and the case has no eager partner that must equal it"
+        return "hooks would change compilation, and the case has no eager counterpart to compare with"
     if drifts(case, numerics) and case.layout.tp > 1 and computes_on_plain_shards(case.target):
         return (
             f"{case.target} computes with plain tensors, which do not tell which part of a module's tensor a rank has"

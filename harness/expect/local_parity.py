@@ -112,10 +112,10 @@ def _is_read_by_others(distance: ModuleDistance) -> bool:
 
 
 def _of_loss(case: Case, distance: ModuleDistance) -> float:
-    """Of what is repeated exactly, but for a loss whose sums over a sharded vocabulary are in float32.
+    """Of what is repeated exactly, except a loss whose sums over a sharded vocabulary are in float32.
 
     They move the logarithm of every probability by its last bits, and so each of them, and the gradient of each logit
-    but that of the label (`tail`), by that share of itself. In bfloat16 few are rounded to a neighbour, a share `s`
+    but that of the label (`tail`), by that share of itself. In bfloat16 few are rounded to a neighbor, a share `s`
     away, with probability share / s: that adds share * s to the square of the distance.
     """
     is_loss = distance.fqn == OUTPUT_FQN and distance.kind == "grad_output"

@@ -52,7 +52,7 @@ from harness.trace.counts import Moment
 
 Elements = Counter[str]  # by dtype
 
-NOT_OF_THIS_DEVICE = "the formula holds on a CPU: what attention and random states keep on a GPU differs; see `leaks`"
+NOT_OF_THIS_DEVICE = "the formula is for a CPU: attention and random states save other tensors on a GPU; see `leaks`"
 
 
 def describes(device: str) -> bool:
@@ -61,7 +61,7 @@ def describes(device: str) -> bool:
 
 
 def undescribed(case: Case, device: str) -> str:
-    """Return why they say nothing of a case on a device; empty where they do."""
+    """Return why they say nothing of a case on a device; empty if they do."""
     if not is_llama(case.target):
         return f"no formula for the model of {case.target}; see `signature`"
     if computes_on_plain_shards(case.target):
@@ -75,7 +75,7 @@ def is_exact(case: Case) -> bool:
 
 
 def depends_on_tokens(case: Case) -> bool:
-    """True where a block saves as many rows as other ranks sent; one that is recomputed whole saves its input alone."""
+    """Return True if a block saves as many rows as other ranks sent; one recomputed whole saves its input alone."""
     return case.layout.ep > 1 and any(not _is_whole(case, layer) for layer in case.model.expert_layers)
 
 
@@ -142,7 +142,7 @@ def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -
 
 
 def _whole_block(case: Case, layer: int) -> Elements:
-    """Everything that backward of one block reads, without checkpointing and without experts but the shared one.
+    """Return everything that backward of one block reads, without checkpointing and without experts but the shared one.
 
     Linears save their high-precision input: torchao 0.18 casts it again for wgrad, and no float8 tensor outlives
     forward. Only with float8 TP styles is the input of a linear float8 already, and saved as such.
@@ -168,7 +168,7 @@ def _whole_block(case: Case, layer: int) -> Elements:
 def _of_other_positions(case: Case, key: int) -> Elements:
     """Context parallelism: keys and values of the other ranks, and the causal mask of attention.
 
-    A block indexes the RoPE cache by the positions of the rank: a copy of its own. In bfloat16 it has one anyway.
+    A block indexes the RoPE cache by the positions of the rank: its own copy. In bfloat16 it has one anyway.
     """
     mine, whole = case.local_seq_len, case.train.seq_len
     saved: Elements = Counter({case.train.dtype: 2 * case.microbatch * (whole - mine) * key + mine * whole})
@@ -207,7 +207,7 @@ def gathered_scales(case: Case, layer: int, step: int) -> Elements:
 
 
 def _has_scale_of_gather(case: Case, step: int) -> bool:
-    """Return True where a float8 weight gets a scale when it is gathered. A precomputed one belongs to the parameter.
+    """Return True if a float8 weight gets a scale when it is gathered. A precomputed one belongs to the parameter.
 
     Step 1 has none that is precomputed.
     """
@@ -231,7 +231,7 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
 
 
 def forward_maxima(case: Case, linears: Sequence[str]) -> int:
-    """Casts with one scale in a forward of a block. Float8 TP styles cast inputs of attention and feed-forward once."""
+    """Cast with one scale in a forward of a block. Float8 TP styles cast inputs of attention and feed-forward once."""
     scaling = case.float8.traits.scaling
     weights = 0 if case.float8.fp8_all_gather or scaling.get("w") != "ten" else len(linears)
     if case.float8.tp_styles == "float8":
@@ -276,12 +276,12 @@ def _block_limits(case: Case, layer: int, step: int, changes: Changes) -> SavedL
 
 
 def _is_whole(case: Case, layer: int) -> bool:
-    """Return True when checkpointing saves nothing but the input of this block."""
+    """Return True if checkpointing saves nothing but the input of this block."""
     return case.checkpointing.wraps(layer) and case.checkpointing.mode != "selective_op"
 
 
 def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
-    """Scales that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
+    """Scale that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
 
     Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward. No
     ranks share a block of MXFP8, so they agree on none of its scales.
@@ -370,7 +370,7 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
-    """Storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces.
+    """Return storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces.
 
     After a step that clips gradients also their norm, and after one with an evaluation the scale of the output layer,
     which FSDP2 casts and gathers once more than it is read.
@@ -399,7 +399,7 @@ def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage
 
 
 def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
-    """Each mixture keeps its token counts of the last forward, which the model adds up after all blocks."""
+    """Yield each mixture keeps its token counts of the last forward, which the model adds up after all blocks."""
     for layer in case.model.expert_layers:
         purpose = f"the counts of tokens of layers.{layer}.moe"
         yield LiveStorage(dtype="int64", nbytes=case.model.experts * ITEM_BYTES["int64"], purpose=purpose)
@@ -415,7 +415,7 @@ def _logits(case: Case, rank: int) -> LiveStorage:
 
 
 def gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
-    """All gradients. FSDP2 reduces those of a unit into one storage, padded as shards; otherwise each has its own."""
+    """Yield all gradients. FSDP2 reduces those of a unit into one storage, padded as shards; else each has its own."""
     for unit in fsdp_units(case, rank):
         for fqns, elements in _gradient_storages(case, unit):
             nbytes = elements * ITEM_BYTES[case.parameter_dtype]
@@ -438,7 +438,7 @@ def _generator_states(case: Case) -> Iterator[LiveStorage]:
 
 
 def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
-    """Weights of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
+    """Weigh of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
     for unit in fsdp_units(case, rank):
         ranks = ranks_of_unit(case, unit)
         for weight in () if unit.freed else unit.weights:

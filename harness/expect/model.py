@@ -114,7 +114,7 @@ def _input_site(fqn: str, casting: Collection[str]) -> str:
 
 
 def accumulates(case: Case, model: Model | None) -> bool:
-    """True where data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so.
+    """Return True if data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so.
 
     The single-rank reference does the same where it knows the rank of a forward pass
     (`worker/one_rank/sequential_ranks.py`).
@@ -131,7 +131,7 @@ def _is_asked_for(case: Case, fqn: str) -> bool:
 
 
 def recomputed_matmuls(case: Case, model: Model) -> tuple[int, int]:
-    """Fewest and most scaled matmuls that checkpointing recomputes of a model that is not known.
+    """Return fewest and most scaled matmuls that checkpointing recomputes of a model that is not known.
 
     `selective_op` keeps the results of some matmuls, and which ones is the choice of the target.
     """
@@ -168,7 +168,7 @@ def _place_in_block(case: Case, fqn: str) -> tuple[int, str]:
 
 
 def is_recomputed(case: Case, layer: int, name: str) -> bool:
-    """Return True when checkpointing recomputes the matmul of this linear of a block.
+    """Return True if checkpointing recomputes the matmul of this linear of a block.
 
     `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
     """
@@ -181,7 +181,7 @@ def is_recomputed(case: Case, layer: int, name: str) -> bool:
 
 
 def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
-    """Return True when the forward of this linear of a block, in whatever precision, is executed again in backward.
+    """Return True if the forward of this linear of a block, in whatever precision, is executed again in backward.
 
     A compiled block does not recompute what backward does not read. An eager one stops once it has the last tensor that
     backward reads, which `aten.mm` saves before it multiplies: the last linear multiplies again in float8 only.
@@ -194,7 +194,7 @@ def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
 
 
 def _is_unused_in_backward(case: Case, name: str) -> bool:
-    """True when backward does not read the output of this linear: it is the last, or its scattered output is saved."""
+    """True if backward does not read the output of this linear: it is the last, or its scattered output is saved."""
     if name == BLOCK_LINEARS[-1]:
         return True
     scattered = case.layout.tp > 1 and case.layout.sequence_parallel
@@ -321,7 +321,7 @@ def scale_axes(case: Case, cast: CastRecord) -> Collection[str]:
 
 
 def replica_axes(cast: CastRecord) -> Collection[str]:
-    """Mesh axes along which the ranks hold the same shard of the tensor."""
+    """Return mesh axes along which the ranks hold the same shard of the tensor."""
     axes = {axis for axis, placement in zip(cast.mesh_axes, cast.placements, strict=True) if placement == "Replicate()"}
     if cast.role == "weight" and cast.phase not in ("all_gather", "gathered"):
         axes |= set(DP_AXES)

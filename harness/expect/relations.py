@@ -29,15 +29,15 @@ class Relation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def relations(case: Case) -> tuple[Relation, ...]:
-    """Return every relation of a case to a partner that differs in one option; none for a case that must not train."""
+    """Return every relation of a case to a counterpart without one option; none for a case that must not train."""
     found = (_without(name, case) for name in _NEUTRAL) if _trains(case) else ()
     return tuple(relation for relation in found if relation is not None)
 
 
 def partner(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Relation | None:
-    """The one relation to check in a matrix; None where parity leaves no room for rounding, or no option is neutral.
+    """Return one relation to check in a matrix; None if parity leaves no room for rounding, or no option is neutral.
 
-    The partner lacks every option that must not change a bit, all removed at once: bitwise equality is transitive.
+    The counterpart lacks every option that must not change a bit, all removed at once: bitwise equality is transitive.
     None too where async TP keeps no bits: what it fuses, and so the order of sums, depends on the other options.
     """
     if _parity_is_sharp(case, numerics) or not _trains(case) or async_tp_gap(case, numerics) is not None:
@@ -52,9 +52,10 @@ def partner(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Relation | None:
 
 
 def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
-    """Return True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
+    """Return True if the per-module replay checks the counterpart instead of a compiled case, whose modules cannot
+    be recorded.
 
-    `relation`: the one to this partner.
+    `relation`: the one to this counterpart.
     """
     if case.compile == "none" or relation is None or not is_llama(case.target):
         return False
@@ -62,7 +63,7 @@ def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics
 
 
 def _without(name: str, case: Case) -> Relation | None:
-    """Return the relation to the case with the default of an axis; None where it has that, or where bits may differ."""
+    """Return the relation to the case with the default of an axis; None if it has that, or where bits may differ."""
     if case.compile == "inductor" or _VALUES[name](case) == DEFAULTS[name]:
         return None  # generated code may round differently whatever option changes its graph
     if name in _APPLIES and not _APPLIES[name](case):
@@ -77,12 +78,12 @@ def _trains(case: Case) -> bool:
 
 
 def _parity_is_sharp(case: Case, numerics: Numerics) -> bool:
-    """Return True when parity leaves no room for rounding: no wrong number could hide in its tolerance."""
+    """Return True if parity leaves no room for rounding: no wrong number could hide in its tolerance."""
     return (case.train.dtype == "float64" or sums_in_order(case, numerics)) and not _scale_is_inconsistent(case)
 
 
 def _scale_is_inconsistent(case: Case) -> bool:
-    """Return True where torchao 0.18 gives a weight one scale or one per TP rank, depending on when it is computed."""
+    """Return True if torchao 0.18 gives a weight one scale or one per TP rank, depending on when it is computed."""
     return case.float8.fp8_all_gather and case.layout.tp > 1
 
 
@@ -94,7 +95,7 @@ _APPLIES: Mapping[str, Callable[[Case], bool]] = {
     "fp8_all_gather": lambda case: not _scale_is_inconsistent(case) and case.train.dtype != "bfloat16",
 }
 _ALSO_RESET = {"fp8_all_gather": ("precompute_scale",)}
-# The names of partners, which results store, have them in this order. One that is not in it comes last.
+# The names of counterparts, which results store, have them in this order. One that is not in it comes last.
 _ORDER = ("async_tp", "compile", "checkpointing", "evaluate", "resume", "tp_styles", "pad_inner_dim", "fp8_all_gather")
 _NEUTRAL = sorted(
     (name for name, axis in DECLARED.items() if axis.same_bits), key=lambda name: (*_ORDER, name).index(name)

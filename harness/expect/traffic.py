@@ -39,7 +39,7 @@ from harness.matrix.linears import (
     is_converted,
     linear_features,
     local_features,
-    neighbours,
+    neighbors,
     shard_size,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
@@ -91,7 +91,7 @@ def _axes_of_several_ranks(case: Case) -> frozenset[str]:
 
 
 def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
-    """Weights are gathered a unit at a time: as uint8 where its parameters have different dtypes.
+    """Weigh are gathered a unit at a time: as uint8 where its parameters have different dtypes.
 
     FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
     with float8 weights always has mixed dtypes.
@@ -157,7 +157,7 @@ def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> I
 
 
 def _activations(case: Case, rank: int) -> Iterator[Transfer]:
-    """Activations between TP ranks in forward, once more where checkpointing recomputes, and their gradients.
+    """Yield activations between TP ranks in forward, once more where checkpointing recomputes, and their gradients.
 
     A block has two inputs (attention, feed-forward) and two outputs (wo, w2). With sequence parallelism an input is an
     all-gather in forward and a reduce-scatter in backward, an output the reverse. Without it an input is an all-reduce
@@ -188,7 +188,7 @@ def _activations(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def _all_to_alls(case: Case) -> int:
-    """Reduce-scatters that the pipelined operators of async TP send as all-to-all and sum afterwards."""
+    """Return reduce-scatters that the pipelined operators of async TP send as all-to-all and sum afterwards."""
     if case.layout.symm_mem == "fallback":
         return 0
     return sum(candidate.fuses and candidate.collective == "reduce_scatter" for candidate in fusion_candidates(case))
@@ -196,7 +196,7 @@ def _all_to_alls(case: Case) -> int:
 
 def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
     """Yield every microbatch is sent from stage to stage, and its gradient back: this rank's part of the sequence."""
-    elements, (behind, before) = residual_tokens(case) * case.model.shape.dim, neighbours(case, rank)
+    elements, (behind, before) = residual_tokens(case) * case.model.shape.dim, neighbors(case, rank)
     times = behind * forward_passes(case)
     yield Transfer("pp", "send", case.train.dtype, elements, "outputs of stages", times=times)
     yield Transfer("pp", "send", case.train.dtype, elements, "input gradients of stages", times=before)
@@ -229,7 +229,7 @@ def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator[Transfer]:
-    """Stages that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
+    """Stay that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
     is_new = step in (1, (case.train.resumed_after or 0) + 1)
     if case.layout.pp == 1 or not (is_new or case.train.evaluate):
         return
@@ -237,11 +237,11 @@ def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator
         yield Transfer("pp", "all_reduce", "int32", 1, "votes of stages", op="min", times=forward_passes(case))
         sends, rounds = connections(case, rank)
         if is_new:
-            yield Transfer("pp", "all_reduce", "int32", 1, "neighbours that connect", op="sum", times=rounds)
+            yield Transfer("pp", "all_reduce", "int32", 1, "neighbors that connect", op="sum", times=rounds)
         if is_new and sends:
-            yield Transfer("pp", "send", "int32", 1, "neighbours that connect", times=sends)
+            yield Transfer("pp", "send", "int32", 1, "neighbors that connect", times=sends)
     else:
-        times = sum(neighbours(case, rank)) * forward_passes(case)
+        times = sum(neighbors(case, rank)) * forward_passes(case)
         yield Transfer("pp", "send", "int32", 1, "votes of stages", times=times)
 
 

@@ -62,7 +62,7 @@ def repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
 
 
 def residual_tokens(case: Case) -> int:
-    """Tokens that a rank holds between blocks."""
+    """Return tokens that a rank holds between blocks."""
     shares = case.layout.tp if case.layout.sequence_parallel else 1
     return case.microbatch * -(-case.local_seq_len // shares)
 
@@ -106,7 +106,7 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
 
 
 def _units_of_ends(case: Case, tp_rank: int) -> tuple[Sequence[Unit], Unit]:
-    """The units around the blocks: the embedding, and the last norm with the output layer. One where they are tied.
+    """Return units around the blocks: the embedding, and the last norm with the output layer. One where they are tied.
 
     Backward starts with the last unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
     takes what ran before the first unit for what backward needs next, and gathers it at the end. Tied ends are that
@@ -213,7 +213,7 @@ def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
     sent = [term for term in dispatched(case, rank) if term.purpose != _COUNTS]
     if case.layout.ep > 1:
         for term in repeated(sent, case.train.accumulation):
-            yield msgspec.structs.replace(term, purpose="what experts return, if tokens are spread evenly")
+            yield msgspec.structs.replace(term, purpose="results of experts, if tokens are spread evenly")
 
 
 def tokens_of_experts(case: Case, rank: int) -> Iterator[Transfer]:

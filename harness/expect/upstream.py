@@ -37,7 +37,7 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
         return is_since(software.get(self.package, ""), self.since)
 
     def ask(self, folders: Iterable[Path]) -> bool | None:
-        """True with the change in the package in these folders, False without; None where the file does not tell."""
+        """True with the change in the package in these folders, False without; None if the file does not tell."""
         for path in (folder / self.file for folder in folders):
             if path.is_file():
                 text = path.read_text(errors="replace")
@@ -46,7 +46,7 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_installed(self) -> bool:
-        """Whether the package of this environment has it. Nothing is imported."""
+        """Return whether the package of this environment has it. Nothing is imported."""
         asked = self.ask(package_paths(self.package))
         return self.is_in({self.package: installed_version(self.package) or ""}) if asked is None else asked
 
@@ -61,9 +61,9 @@ SEPARATE_BACKWARD_CASTS = UpstreamChange(
     now="or n.is_impure()",
     before="""or n.op == "get_attr"
             or get_aten_target(n) in rand_ops""",
-    what="In a compiled block, equal results of forward and backward are not merged any more where they wait for a "
-    "collective, so under TP a weight with one scale is cast once for forward and once for backward, the gradient of a "
-    "column-parallel output once for each of its matmuls, and the scales of backward are saved.",
+    what="A compiled block no longer merges equal results of forward and backward that wait for a collective. So "
+    "under TP a tensorwise weight is cast once for forward and once for backward, the gradient of a column-parallel "
+    "output once for each of its matmuls, and the scales of backward are saved.",
     link="https://github.com/pytorch/pytorch/blob/v2.14.0/torch/_functorch/compile_utils.py",
     formulas=("casts", "saved memory"),
     within_limits=("casts", "traffic"),  # an amax that is computed twice is reduced twice
@@ -74,8 +74,8 @@ GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
     file="distributed/fsdp/_fully_shard/_fsdp_param.py",
     now="def unsharded_grad_dtype(",
     before="unsharded_grad.to(self.reduce_dtype)",
-    what="FSDP2 keeps unsharded gradients in the reduce dtype; before, in the dtype of the computation. They are "
-    "rounded once less, and those of norms under TP are reduced over TP in it.",
+    what="FSDP2 keeps unsharded gradients in the reduce dtype, before in the compute dtype. They are rounded once "
+    "less, and under TP the gradients of norms are reduced in the reduce dtype.",
     link="https://github.com/pytorch/pytorch/issues/190626",
     formulas=("traffic",),
     rounds="dtype=bfloat16 reduce_dtype=float32",
@@ -86,7 +86,7 @@ STAGES_VOTE_TOGETHER = UpstreamChange(
     file="distributed/pipelining/schedules.py",
     now="def _initialize_pipeline_distributed_state(",
     before="stage._warmup_forward_vote(",
-    what="The ranks of a pipeline agree in an all-reduce whether all know the shapes that are sent. Then neighbours "
+    what="Pipeline ranks agree by an all-reduce whether all know the shapes to send. Then neighbors "
     "connect: the lower one sends a number, and all meet in an all-reduce. Before, a stage sent its vote onwards.",
     link="https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
     formulas=("traffic",),

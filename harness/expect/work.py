@@ -66,12 +66,12 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
     @property
     def aligned(self) -> bool:
-        """True when `torch._scaled_mm` takes it without padding, whether it is converted or not; m may be anything."""
+        """True if `torch._scaled_mm` takes it without padding, whether it is converted or not; m may be anything."""
         return self.n % self.multiple == 0 and self.k % self.multiple == 0
 
     @property
     def refused(self) -> bool:
-        """True when it is multiplied in float8 and `torch._scaled_mm` refuses its sizes."""
+        """Return True if it is multiplied in float8 and `torch._scaled_mm` refuses its sizes."""
         return self.precision == FLOAT8 and bool(self.n % self.multiple or self.executed_k % self.multiple)
 
     @property
@@ -89,12 +89,12 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
     @property
     def copied_bytes(self) -> int:
-        """The size of the float8 copies of both operands, which live while it runs."""
+        """Return the size of the float8 copies of both operands, which live while it runs."""
         return (self.m + self.n) * self.executed_k if self.copied else 0
 
     @property
     def padding_bytes(self) -> int:
-        """What `pad_inner_dim` reads and writes for all executions: both float8 operands."""
+        """Return what `pad_inner_dim` reads and writes for all executions: both float8 operands."""
         return (self.m + self.n) * (self.k + self.executed_k) * self.executions if self.copied else 0
 
 

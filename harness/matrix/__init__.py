@@ -1,1 +1,1 @@
-"""What is asked: cases, their ids, the rules about them, the matrix they are chosen from, planted faults. No torch."""
+"""What is asked: cases, their ids, the rules about them, the matrix they are chosen from, injected faults. No torch."""

@@ -36,37 +36,37 @@ class OutOfScope(typing.NamedTuple):
 SCOPE = (
     OutOfScope(
         "a mixture of experts",
-        "the reference has a small one of its own: write experts, top_k and ep in a case",
+        "the built-in Llama has one: write experts, top_k and ep in a case",
         r"expert_parallel\w*\d*",
     ),
     OutOfScope(
         "pipeline parallelism",
-        "the reference trains in one: write pp, schedule and accumulation in a case",
+        "the built-in Llama has it: write pp, schedule and accumulation in a case",
         r"pipeline_parallel\w*\d*",
     ),
     OutOfScope(
         "context parallelism",
-        "the reference trains with it: write cp and sequence_order in a case",
+        "the built-in Llama has it: write cp and sequence_order in a case",
         r"context_parallel\w*\d*",
     ),
     OutOfScope(
         "expert tensor parallelism",
-        "each expert is whole on one rank of ep; tensor parallelism shards the other linears only",
+        "each expert is on one EP rank, and TP shards the other linears only",
         r"(etp|expert_tensor_parallel\w*)\d*",
     ),
     OutOfScope(
         "MX formats other than MXFP8",
-        "torchao trains in MXFP8 alone; its MXLinear went before 0.18",
+        "torchao trains in MXFP8 only",
         r"mx(fp[46])?(_\w+)?",
     ),
     OutOfScope(
         "emulated MXFP8",
-        "MXFP8 runs as a GPU runs it, with kernels chosen by AUTO; an emulated matmul is a bfloat16 one",
+        "MXFP8 runs the kernels of a GPU, and emulation multiplies in bfloat16",
     ),
-    OutOfScope("NVFP4", "4-bit values need another matmul than torch._scaled_mm with float8", r"nv(fp)?4?(_\w+)?|fp4"),
+    OutOfScope("NVFP4", "4-bit values need another matmul", r"nv(fp)?4?(_\w+)?|fp4"),
     OutOfScope(
         "block-wise scaling",
-        "recipes are those of Float8LinearConfig: one scale per tensor or per row",
+        "Float8LinearConfig has one scale per tensor or per row",
         r"(block|group)wise\w*",
     ),
     OutOfScope(
@@ -74,8 +74,8 @@ SCOPE = (
         "torchao removed it; every recipe computes a scale from the tensor that it casts",
         r"delayed(_\w+)?",
     ),
-    OutOfScope("TransformerEngine", "its modules and kernels are other software than torchao"),
-    OutOfScope("FP8 of another library", "its casts and kernels are not those of torchao"),
+    OutOfScope("TransformerEngine", "it does not use torchao"),
+    OutOfScope("FP8 of another library", "it does not use the casts of torchao"),
     OutOfScope("FSDP1", "the float8 all-gather exists in FSDP2 (fully_shard) only", r"fsdp1|fsdp_?v1"),
     OutOfScope(
         "ZeRO stage 1 or 2", "it keeps whole parameters on every rank; FSDP2 stands for stage 3, which shards them"
@@ -84,7 +84,7 @@ SCOPE = (
     OutOfScope("float16", "float8 training is for models in bfloat16 or float32", r"f16|fp16|float16|half"),
     OutOfScope("LoRA", "frozen weights with adapters need a case that does not train every weight"),
     OutOfScope("another compiler", "blocks are compiled by torch.compile, or not at all"),
-    OutOfScope("a memory budget of the compiler", "the compiler chooses what is computed again"),
+    OutOfScope("a memory budget of the compiler", "the compiler chooses what to recompute"),
     OutOfScope("inference", "a case trains"),
     OutOfScope("checkpoint save and load", "a case starts from its seed, and loads only what it saved itself (resume)"),
 )
@@ -124,13 +124,13 @@ DEFAULTS = own_values(Case())
 
 
 def axis_values(case: Case) -> dict[str, object]:
-    """Every axis of a case with its value, in the order of `AXES`. Model sizes are the effective ones, never None."""
+    """Return every axis of a case with its value, by `AXES`. Model sizes are the effective ones, never None."""
     shape = case.model.shape
     return own_values(case) | {name: getattr(shape, name) for name in ModelShape.__struct_fields__}
 
 
 def read_as(name: str) -> str:
-    """The expression with which a target reads the value of an axis that holds for its case, `case.layout.tp`."""
+    """Return expression with which a target reads the value of an axis that holds for its case, `case.layout.tp`."""
     if name in ModelShape.__struct_fields__:
         return f"case.model.shape.{name}"
     if isinstance(getattr(Case, name, None), property):
@@ -196,7 +196,7 @@ def known_axis(name: str) -> str:
 
 
 def checked_value(name: str, value: object) -> object:
-    """Return the value converted to the type of its axis. Raises HarnessError when no case can have it."""
+    """Return the value converted to the type of its axis. Raises HarnessError if no case can have it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid_value(name, value, "not a finite number")
     try:

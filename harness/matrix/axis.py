@@ -1,6 +1,6 @@
 """What an axis declares of itself beside its type and default: on its field of `Case`, and nowhere else.
 
-Ids and their parser, options, case files, families, witnesses and selectors follow from it.
+Ids and their parser, options, case files, families, references and selectors follow from it.
 """
 
 import enum
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Changes(enum.Enum):
-    """What a run with another value of the axis differs in. A witness goes without what must not make a difference."""
+    """What another value of the axis changes. References leave out options that must not change results."""
 
     NOTHING = "no bit of what is trained"
     LAYOUT = "which rank computes what, and the order of sums"

@@ -85,7 +85,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     reduce_grads: Annotated[
         Literal["every_microbatch", "last_microbatch"],
         _of_training(
-            "microbatches after which FSDP2 reduces gradients",
+            "after which microbatches FSDP2 reduces gradients",
             flag(
                 "reduce.last", "gradients are reduced after the last microbatch alone", reduce_grads="last_microbatch"
             ),
@@ -95,7 +95,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     max_norm: Annotated[
         Annotated[float, Meta(gt=0, le=1e6)] | None,
         _of_training(
-            "clip gradients to this global norm; without it there is no clipping",
+            "max global gradient norm; unset: no clipping",
             number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
             example=1.0,
         ),
@@ -112,7 +112,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     ignored_tokens: Annotated[
         Literal["none", "unequal", "half"],
         _of_training(
-            "labels that the loss ignores: a different number per rank, or half the batch",
+            "ignored labels (-100): a different number per rank, or half the batch",
             flag("ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"),
             flag("ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
         ),
@@ -130,7 +130,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     optimizer: Annotated[
         Optimizer,
         _of_training(
-            "what updates parameters: sgd in proportion to the gradient, with lr = 0.1 for instance",
+            "optimizer; sgd shows the scale of gradients, for example with lr = 0.1",
             flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
             noise="_{}",
         ),
@@ -181,7 +181,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def valid_tokens(self) -> int:
-        """Tokens of one step, over all ranks, that the loss is a mean over."""
+        """Return tokens of one step, over all ranks, that the loss is a mean over."""
         return self.tokens - sum(map(self.ignored_labels, range(self.global_batch)))
 
     def ignored_labels(self, sequence: int) -> int:
@@ -192,12 +192,12 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def update(self) -> Update:
-        """What the optimizer keeps and reads of every parameter."""
+        """Return what the optimizer keeps and reads of every parameter."""
         return UPDATES[self.optimizer]
 
     @property
     def resumed_after(self) -> int | None:
-        """The step after which the state is saved and loaded; None where the run is not resumed."""
+        """Return the step after which the state is saved and loaded; None if the run is not resumed."""
         return None if self.resume == "none" else self.steps // 2
 
     def __post_init__(self) -> None:
@@ -260,7 +260,7 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "every", 2)
 
     def wraps(self, layer: int) -> bool:
-        """Return True when block `layer` (from 0) is checkpointed: part of its forward runs again in backward.
+        """Return True if block `layer` (from 0) is checkpointed: part of its forward runs again in backward.
 
         torchtitan 0.2.2 counts blocks from 1: with `every` = 2 it wraps layers.1, layers.3, ...
         """
@@ -275,7 +275,7 @@ class Checks(CaseStruct, frozen=True, kw_only=True):
     loss_tolerance: Annotated[
         Annotated[float, Meta(gt=0, le=100)] | None,
         axis(
-            "allowed distance of the loss from BF16, in nats",
+            "loss tolerance against BF16, in nats",
             number("tol.{loss_tolerance}", "tol.0.05", "loss may be {0} nats from BF16"),
             changes=Changes.NOTHING,
             part="checks",
@@ -297,7 +297,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     target: Annotated[
         Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)],
         axis(
-            "what trains: reference, torchtitan_0_3, or the module of your own target",
+            "target: reference, torchtitan_0_3, or your own module",
             Word(
                 template="target.{target}",
                 example="target.my_pkg.my_target",
@@ -345,22 +345,22 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def local_batch(self) -> int:
-        """Sequences per data-parallel rank; `rules.py` excludes cases where the batch does not divide."""
+        """Return sequences per data-parallel rank; `rules.py` excludes cases where the batch does not divide."""
         return self.train.global_batch // self.layout.batches
 
     @property
     def microbatch(self) -> int:
-        """Sequences of a forward of one data-parallel rank."""
+        """Return sequences of a forward of one data-parallel rank."""
         return self.local_batch // self.train.accumulation
 
     @property
     def reductions(self) -> int:
-        """How often FSDP2 reduces the gradients of a step."""
+        """Return how often FSDP2 reduces the gradients of a step."""
         return self.train.accumulation if self.train.reduce_grads == "every_microbatch" else 1
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens per linear and rank in a forward: the contraction size of its wgrad matmul."""
+        """Return tokens per linear and rank in a forward: the contraction size of its wgrad matmul."""
         return self.microbatch * self.local_seq_len
 
     @property
@@ -370,25 +370,25 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def uses_fsdp(self) -> bool:
-        """True when FSDP2 is applied: to shard, or on one data-parallel rank only for its mixed precision."""
+        """Return True if FSDP2 is applied: to shard, or on one data-parallel rank only for its mixed precision."""
         return self.layout.dp > 1 or self.train.dtype == "bfloat16"
 
     @property
     def gathers_float8(self) -> bool:
-        """True when FSDP2 gathers the weights of converted linears in float8."""
+        """Return True if FSDP2 gathers the weights of converted linears in float8."""
         return self.float8.fp8_all_gather and self.uses_fsdp
 
     @property
     def reduce_dtype(self) -> str:
-        """Dtype in which FSDP2 sums gradients over ranks: at least float32, or bfloat16."""
+        """Return dtype in which FSDP2 sums gradients over ranks: at least float32, or bfloat16."""
         return "bfloat16" if self.train.reduce_dtype == "bfloat16" else self.wide_dtype
 
     @property
     def wide_dtype(self) -> str:
-        """Dtype of the loss and inside of norms: at least float32."""
+        """Return dtype of the loss and inside of norms: at least float32."""
         return "float32" if self.train.dtype == "bfloat16" else self.train.dtype
 
     @property
     def parameter_dtype(self) -> str:
-        """Dtype of the weights that the optimizer updates, of their gradients, and of its states."""
+        """Return dtype of the weights that the optimizer updates, of their gradients, and of its states."""
         return "bfloat16" if self.train.parameter_dtype == "bfloat16" else self.wide_dtype

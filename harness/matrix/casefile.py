@@ -73,7 +73,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     pair_only: dict[str, tuple[str, ...]] = {}  # for some groups, by name, the only ones they are combined with
 
     def combines(self, names: Iterable[str]) -> bool:
-        """Return True when values of these groups have to be covered together in this block."""
+        """Return True if values of these groups have to be covered together in this block."""
         members = set(names)
         return all(members - {name} <= set(self.pair_only.get(name, members)) for name in members)
 

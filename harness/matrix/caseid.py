@@ -43,7 +43,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stem(self) -> str:
-        """What comes before the number; empty for a token without one."""
+        """Return what comes before the number; empty for a token without one."""
         numbers = self.inside and all(axis_type(name) in _PATTERNS for name in self.inside)
         return self.declared.template.partition("{")[0] if numbers else ""
 
@@ -53,7 +53,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         return {**self.declared.values, **inside}
 
     def applies(self, values: Mapping[str, object], *, with_defaults: bool = False) -> bool:
-        """Return True when it spells values of these. `with_defaults`: it spells numbers that are defaults too."""
+        """Return True if it spells values of these. `with_defaults`: it spells numbers that are defaults too."""
         if not self.sets or any(values[name] != value for name, value in self.declared.values.items()):
             return False
         return all(self._is_spelled(name, values[name], with_defaults=with_defaults) for name in self.inside)
@@ -131,7 +131,7 @@ def meaning_of(token: str) -> str:
 
 
 def hint(token: str) -> str:
-    """The `fix` for an unknown token: the likely meaning if there is one, else the command that lists all words."""
+    """Return `fix` for an unknown token: the likely meaning if there is one, else the command that lists all words."""
     outside = out_of_scope(token)
     if outside is not None:
         return f"leave it out: {outside.text}."
@@ -228,7 +228,7 @@ def case_id(case: Case) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_case_id(text: str) -> Case:
-    """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
+    """Return case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}
     for token in id_words(text):
         token_values = values_of(token)
@@ -272,7 +272,7 @@ def layout_id(layout: Layout) -> str:
 
 
 def family_id(case: Case) -> str:
-    """The name of the golden that this case is compared with: everything that determines data, weights and updates.
+    """Return name of the golden that this case is compared with: everything that determines data, weights and updates.
 
     Axes that change the training, and no other. Numbers that are defaults are spelled out, so that a changed default
     cannot change the meaning of an old golden; but not those of an option that the case does without.
@@ -303,7 +303,8 @@ def family_case(family: str) -> Case | None:
 
 
 def solo_case(case: Case) -> Case:
-    """Return the case whose solo witness is used for `case`: without all options that must not change a number.
+    """Return the case whose single-rank reference is used for `case`: without all options that must not change a
+    number.
 
     These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch, its sequences, of
     experts the tokens, and of a pipeline tied ends. Nor may the split of the batch into shards and replicas change one,
@@ -321,7 +322,7 @@ def solo_case(case: Case) -> Case:
 
 
 def twin_case(case: Case) -> Case:
-    """The BF16 twin of a case: the same layout without FP8, checkpointing, evaluation and resuming, in bfloat16."""
+    """Return the BF16 counterpart of a case: the same layout without FP8, checkpointing, evaluation and resuming."""
     return without(case, Changes.NOTHING, Changes.ROUNDING)
 
 
@@ -348,7 +349,7 @@ def parse_layout(text: str, *, option: str = "--layout") -> Layout:
 
 
 def resumed_in(case: Case) -> tuple[Case, ...]:
-    """The cases that load the state, in order; the last one goes on with it. Empty for a run that is not resumed."""
+    """Return cases that load the state, in order; the last one goes on with it. Empty for a run that is not resumed."""
     other = other_layout(case.layout)
     if case.train.resume == "none":
         return ()
@@ -356,7 +357,7 @@ def resumed_in(case: Case) -> tuple[Case, ...]:
 
 
 def other_layout(layout: Layout) -> Layout | None:
-    """FSDP2 over all ranks; where that is the layout itself, HSDP with two replicas. None where there is neither."""
+    """FSDP2 over all ranks; where that is the layout itself, HSDP with two replicas. None if there is neither."""
     ranks = layout.world_size
     if layout.dp_shard != ranks:
         return Layout(dp_shard=ranks)

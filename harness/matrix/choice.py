@@ -24,13 +24,13 @@ from harness.registry import answer, answers
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of a case: its own, and by name those of its witnesses, which other cases may share."""
+    """CPU seconds of a case: its own, and by name those of its references, which other cases may share."""
 
     own_s: float
     shared_s: Mapping[str, float] = {}
 
     def extra_s(self, witnesses: Collection[str]) -> float:
-        """CPU seconds that the case adds when these witnesses exist already."""
+        """Return CPU seconds that the case adds when these references exist already."""
         return self.own_s + sum(cost_s for name, cost_s in self.shared_s.items() if name not in witnesses)
 
 
@@ -46,24 +46,24 @@ class PlantedFault(Protocol):
 
     @property
     def since_step(self) -> int:
-        """The first step in which anything can differ."""
+        """Return the first step in which anything can differ."""
 
     @property
     def unrefuses(self) -> bool:
-        """True when a case that must be refused trains with it, so only such a case can show it."""
+        """Return True if a case that must be refused trains with it, so only such a case can show it."""
 
     def applies(self, case: Case) -> bool:
-        """Return True when it can be planted in this case and has its effect there."""
+        """Return True if it can be injected into this case and has its effect there."""
 
     def hosts(self, *, at_most: int) -> tuple[Case, ...]:
         """Return the cases of its catalogue that it applies to, the first with the fewest ranks."""
 
 
-FAULT_PREFIX = "fault:"  # of the injection that plants a fault
+FAULT_PREFIX = "fault:"  # of the injection that injects a fault
 
 
 class Catalogue(Protocol):
-    """What a plug-in answers about planted faults."""
+    """What a plug-in answers about injected faults."""
 
     def all_faults(self) -> Mapping[str, Any]:
         """Return every fault by its name."""
@@ -73,18 +73,18 @@ class Catalogue(Protocol):
 
 
 def planted_faults() -> tuple[PlantedFault, ...]:
-    """Return every planted fault; none where no plug-in knows any."""
+    """Return every injected fault; none where no plug-in knows any."""
     return tuple(fault for catalogue in answers("planted faults") for fault in catalogue.all_faults().values())
 
 
 def catalogue_of_faults(where: str) -> Catalogue:
-    """The planted faults, of which something at `where` cannot do without. HarnessError where no plug-in knows any."""
+    """Return injected faults, of which something at `where` cannot do without. HarnessError if no plug-in knows any."""
     catalogue: Catalogue = answer("planted faults", where=where)
     return catalogue
 
 
 def carries(case: Case, fault: PlantedFault, known: Sequence[KnownFault]) -> bool:
-    """Return True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
+    """Return True if a fault injected into this case must show and cannot be taken for a known issue."""
     return bool(carried(case, (fault,), known))
 
 
@@ -189,7 +189,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def cases_of_shard(cases: Sequence[Case], shard: Shard, price: Pricing) -> tuple[Case, ...]:
-    """The cases of one shard, in the order of `cases`, which has each once. Empty only where shards outnumber cases."""
+    """Return cases of one shard, by `cases`, which has each once. Empty only where shards outnumber cases."""
     part = shards(cases, shard.count, price)[shard.index - 1]
     return tuple(case for case in cases if case_id(case) in part)
 
@@ -197,7 +197,7 @@ def cases_of_shard(cases: Sequence[Case], shard: Shard, price: Pricing) -> tuple
 def shards(cases: Iterable[Case], count: int, price: Pricing) -> tuple[frozenset[str], ...]:
     """Return the ids of `count` shards of nearly the same CPU seconds.
 
-    The dearest case comes first, each to the shard that then has least to do. A witness is paid for once in a shard.
+    The dearest case comes first, each to the shard that then has least to do. A reference is paid for once in a shard.
     """
     parts = [_Part() for _ in range(count)]
     prices = sorted(
@@ -216,7 +216,7 @@ class _Part:
         self._witnesses: set[str] = set()
 
     def cost_with(self, price: Price) -> float:
-        """CPU seconds with one more case."""
+        """Return CPU seconds with one more case."""
         return self.cost_s + price.extra_s(self._witnesses)
 
     def add(self, name: str, price: Price) -> None:
@@ -241,9 +241,9 @@ def within_budget(
     faults: Iterable[PlantedFault],
     budget_cpu_s: float,
 ) -> Budgeted:
-    """Return the cases that together cover most combinations of values and planted faults in so many CPU seconds.
+    """Return the cases that together cover most combinations of values and injected faults in so many CPU seconds.
 
-    Greedy: the next case is the one that adds most per second to those before it, its witnesses included.
+    Greedy: the next case is the one that adds most per second to those before it, its references included.
     """
     prices = {case_id(case): pricing(case) for case in cases}
     everything = _Part()
@@ -279,7 +279,7 @@ def within_budget(
 def _worth(
     cases: Sequence[Case], selections: Sequence[Selection], faults: Sequence[PlantedFault]
 ) -> dict[str, set[object]]:
-    """Return what every case covers, by its id: combinations of the blocks of the selections, and planted faults."""
+    """Return what every case covers, by its id: combinations of the blocks of the selections, and injected faults."""
     known = [fault for selection in selections for fault in selection.known]
     worth: dict[str, set[object]] = {
         case_id(case): {fault.name for fault in carried(case, faults, known)} for case in cases

@@ -28,25 +28,25 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
     pp: Annotated[
         Degree,
         _axis(
-            "pipeline parallelism: ranks that share the blocks, and send what is between them",
+            "number of pipeline stages",
             number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"),
         ),
     ] = 1
     dp_replicate: Annotated[
         Degree,
         _axis(
-            "HSDP: replicas of every shard",
+            "HSDP: number of replicas",
             flag("single", "one rank"),
             number("fsdp{dp_shard}", "fsdp4", "FSDP2 over {0} ranks"),
             number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
             number("ddp{dp_replicate}", "ddp2", "{0} replicas without shards: DDP, which is excluded"),
         ),
     ] = 1
-    dp_shard: Annotated[Degree, _axis("FSDP2: ranks that share every parameter", everyday=True)] = 1
+    dp_shard: Annotated[Degree, _axis("FSDP2 degree: ranks that shard every parameter", everyday=True)] = 1
     tp: Annotated[
         Degree,
         _axis(
-            "tensor parallelism: ranks that share every linear",
+            "tensor-parallel degree",
             number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"),
             everyday=True,
         ),
@@ -54,7 +54,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The degree of every axis of the mesh, outermost first: the last varies fastest over ranks."""
+        """Return the degree of every axis of the mesh, outermost first: the last varies fastest over ranks."""
         return {name: getattr(self, name) for name in MESH_AXES}
 
     @property
@@ -121,7 +121,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
     sequence_parallel: Annotated[
         bool,
         _axis(
-            "TP ranks share the positions of the residual stream",
+            "sequence parallelism: TP ranks shard the sequence outside of matmuls",
             flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
             needs=("tp",),
         ),
@@ -129,7 +129,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
     loss_parallel: Annotated[
         bool,
         _axis(
-            "TP ranks share the logits",
+            "TP ranks shard the logits and the loss",
             flag("nolp", "TP without loss parallelism", loss_parallel=False),
             needs=("tp",),
         ),
@@ -137,7 +137,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
     reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
         _axis(
-            "FSDP2 frees gathered weights after forward; by default all but those of the last unit",
+            "FSDP2 frees gathered weights after forward (default: except the last unit)",
             flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
             flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
             same_bits="a weight that is gathered again has the same bits",
@@ -157,7 +157,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
     ep: Annotated[
         Degree,
         _axis(
-            "expert parallelism: ranks that share the experts of a block, all of tp and some of dp_shard",
+            "expert-parallel degree: ranks of tp and dp_shard that share the experts of a block",
             number("ep{ep}", "ep2", "expert parallelism over {0} of the ranks that share parameters"),
             needs=("experts",),
         ),
@@ -166,7 +166,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
     cp: Annotated[
         Degree,
         _axis(
-            "context parallelism: of the ranks of dp_shard, so many share every sequence",
+            "context-parallel degree, carved out of dp_shard",
             number("cp{cp}", "cp2", "context parallelism over {0} of the ranks that share parameters"),
             needs=("dp_shard",),
         ),
@@ -174,8 +174,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
     sequence_order: Annotated[
         Literal["headtail", "contiguous"],
         _axis(
-            "which positions a rank of context parallelism has: headtail balances causal attention",
-            flag("contiguous", "ranks of context parallelism have contiguous positions", sequence_order="contiguous"),
+            "positions of a CP rank: headtail balances the causal mask",
+            flag("contiguous", "CP ranks have contiguous positions", sequence_order="contiguous"),
             needs=("cp",),
         ),
     ] = "headtail"
@@ -188,7 +188,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
 
     @property
     def sequence_mesh(self) -> dict[str, int]:
-        """The mesh with `dp_shard` divided: `cp` shares sequences, `dp_sequence` has different ones."""
+        """Return the mesh with `dp_shard` divided: `cp` shares sequences, `dp_sequence` has different ones."""
         return {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -199,7 +199,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
 
     @property
     def batches(self) -> int:
-        """The number of different slices of the global batch: ranks of `cp` share one, and those of `tp`."""
+        """Return the number of different slices of the global batch: ranks of `cp` share one, and those of `tp`."""
         return max(1, self.dp_replicate * self.dp_shard // self.cp)
 
     def __post_init__(self) -> None:
@@ -267,7 +267,7 @@ def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
-    """Checks ask for the same ranks once per cast."""
+    """Check ask for the same ranks once per cast."""
     mesh = mesh_with(layout, axes)
     mine = _coordinates(mesh, rank)
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
@@ -275,7 +275,7 @@ def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
 
 
 def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], ...]:
-    """The positions of every rank that shares sequences: all of them, of one rank, without context parallelism."""
+    """Return positions of every rank that shares sequences: all of them, of one rank, without context parallelism."""
     return tuple(positions(layout, seq_len, part) for part in range(layout.cp))
 
 
@@ -287,7 +287,7 @@ def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
 
 
 def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
-    """The degree of the axis `REST` among so many ranks. Raises HarnessError where the other axes do not divide them.
+    """Return degree of the axis `REST` among so many ranks. Raises HarnessError if the other axes do not divide them.
 
     `degrees`: of the other axes, by name. `where`: who gave them.
     """

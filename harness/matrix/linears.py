@@ -80,7 +80,7 @@ def is_converted(case: Case, fqn: str) -> bool:
 
 
 def is_checkpointed(case: Case, fqn: str) -> bool:
-    """Return True when the linear is in a checkpointed block: its operands are cast again in backward."""
+    """Return True if the linear is in a checkpointed block: its operands are cast again in backward."""
     return fqn != OUTPUT_FQN and case.checkpointing.wraps(int(fqn.split(".")[1]))
 
 
@@ -121,7 +121,7 @@ def in_order(of_linears: Sequence[Sequence[_Gemm]]) -> tuple[_Gemm, ...]:
 
 
 def is_misaligned(case: Case, gemm: Gemm) -> bool:
-    """Return True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
+    """Return True if `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
 
     MXFP8 refuses it before, in the casts: each dim of an operand that is contracted anywhere must be one of 32.
 
@@ -196,7 +196,7 @@ def active_parameter_count(case: Case) -> int:
 
 
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
-    """(in_features, out_features) of a linear as this rank holds it; chunks of a vocabulary may be uneven."""
+    """Return (in_features, out_features) of a linear as this rank holds it; chunks of a vocabulary may be uneven."""
     return _local(name, linear_features(case, name), case.layout.tp, rank % case.layout.tp)
 
 
@@ -220,7 +220,7 @@ _LAST = ("norm", OUTPUT_FQN)
 
 
 def ends_are_one(case: Case) -> bool:
-    """True where embedding and output layer have one parameter: tied ends of a pipeline are copies of one another."""
+    """True if embedding and output layer have one parameter: tied ends of a pipeline are copies of one another."""
     return case.model.tied and case.layout.pp == 1
 
 
@@ -273,7 +273,7 @@ def _modules(case: Case, coordinate: int) -> frozenset[str]:
 
 
 def holds(case: Case, rank: int, fqn: str) -> bool:
-    """Return True where a module, or a parameter of one, is in a stage of this rank."""
+    """Return True if a module, or a parameter of one, is in a stage of this rank."""
     return case.layout.pp == 1 or _module_of(fqn) in _modules(case, _coordinate(case, rank))
 
 
@@ -286,7 +286,7 @@ def held(case: Case, rank: int, fqns: Iterable[str]) -> tuple[str, ...]:
     return tuple(fqn for fqn in fqns if holds(case, rank, fqn))
 
 
-def neighbours(case: Case, rank: int) -> tuple[int, int]:
+def neighbors(case: Case, rank: int) -> tuple[int, int]:
     """Return how many stages of a rank have one behind them, and how many one before them."""
     stages = stages_of(case, rank)
     return sum(stage < stage_count(case.layout) - 1 for stage in stages), sum(stage > 0 for stage in stages)

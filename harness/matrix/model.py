@@ -72,13 +72,13 @@ class Model(CaseStruct, frozen=True, kw_only=True):
 
     preset: Annotated[
         Literal["tiny", "debug", "llama3-8b-layer"],
-        _axis("preset; every size below overrides it", *_PRESETS, name="model"),
+        _axis("model preset; the sizes below override it", *_PRESETS, name="model"),
     ] = "tiny"
-    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream")] = None
+    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "model dim")] = None
     layers: Annotated[PositiveInt | None, _size("layers", "layers.4", "blocks")] = None
     heads: Annotated[PositiveInt | None, _size("heads", "heads.4", "attention heads")] = None
-    kv_heads: Annotated[PositiveInt | None, _size("kv_heads", "kvheads.4", "heads of keys and values")] = None
-    ffn_dim: Annotated[PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden features of the feed-forward")] = None
+    kv_heads: Annotated[PositiveInt | None, _size("kv_heads", "kvheads.4", "number of KV heads")] = None
+    ffn_dim: Annotated[PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden dim of the feed-forward")] = None
     bias: Annotated[
         bool,
         _axis(
@@ -116,10 +116,8 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     router: Annotated[
         Literal["softmax", "sigmoid"],
         _axis(
-            "scores of experts: a softmax, or sigmoids whose chosen ones are divided by their sum",
-            flag(
-                "sigmoid", "experts are scored by sigmoids, and weighed by their share of the chosen", router="sigmoid"
-            ),
+            "router scores: softmax, or sigmoid normalized over the chosen experts",
+            flag("sigmoid", "router scores are sigmoids, normalized over the chosen experts", router="sigmoid"),
             needs=("experts",),
             noise="_{}",
         ),
@@ -127,8 +125,8 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     balance: Annotated[
         bool,
         _axis(
-            "a bias of the choice moves towards experts that had fewer tokens, once a step",
-            flag("balance", "the choice of experts is balanced by a bias, without a loss", balance=True),
+            "auxiliary-loss-free load balancing (`expert_bias`), updated once per step",
+            flag("balance", "auxiliary-loss-free load balancing", balance=True),
             needs=("experts",),
             noise="_balance",
         ),
@@ -168,7 +166,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, value)
 
     def has_experts(self, layer: int) -> bool:
-        """Return True when block `layer` (from 0) is a mixture of experts: with `experts` all but the first."""
+        """Return True if block `layer` (from 0) is a mixture of experts: with `experts` all but the first."""
         return self.experts > 0 and layer > 0
 
     @property
@@ -182,13 +180,13 @@ class Model(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the output layer."""
+        """Return rows of the embedding and of the output layer."""
         multiple = self.pad_vocab_to_multiple_of
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes of the preset with the overrides applied."""
+        """Return the sizes of the preset with the overrides applied."""
         return _shape(self)
 
 

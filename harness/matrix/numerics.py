@@ -1,8 +1,8 @@
 """Numerics: which bits of a run are promised, by what its collectives run on and what multiplies.
 
-Only the shared fabric sums in rank order, whatever the number of ranks. gloo and NCCL sum in the order in which data
-goes around; of two addends there is one order only. A GPU chooses a kernel by the shape of the operands, and each has
-its own order of accumulation. Where bits are not promised, the modules of the first steps are replayed on one rank.
+Only the shared-memory backend sums in rank order, whatever the number of ranks. gloo and NCCL sum in the order in which
+data goes around; of two addends there is one order only. A GPU chooses a kernel by the shape of the operands, and each
+has its own order of accumulation. Where bits are not promised, the modules of the first steps are replayed on one rank.
 """
 
 import msgspec
@@ -24,7 +24,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     same_in_parts: bool = True
 
     def has_one_order(self, ranks: int) -> bool:
-        """Return True when the sum over a group of so many ranks has the bits of a sum in rank order."""
+        """Return True if the sum over a group of so many ranks has the bits of a sum in rank order."""
         return self.in_rank_order or ranks <= _ONE_ORDER
 
 
@@ -32,7 +32,7 @@ VIRTUAL_DEVICE = Numerics()
 
 
 def sums_in_order(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
-    """True where the single-rank reference has every sum over ranks, and the norm it clips by, in the same order."""
+    """True if the single-rank reference has every sum over ranks, and the norm it clips by, in the same order."""
     layout = case.layout
     if clips_by_a_rounded_norm(case):
         return False
@@ -42,12 +42,12 @@ def sums_in_order(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
 
 
 def activations_differ(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
-    """True where ranks add up activations, or their gradients, in another order than one rank does: from step 1 on."""
+    """True if ranks add up activations, or their gradients, in another order than one rank does: from step 1 on."""
     return case.layout.tp > 1 or not numerics.has_one_order(case.layout.cp)
 
 
 def clips_by_a_rounded_norm(case: Case) -> bool:
-    """Return True where ranks sum the norm in an order of their own, so that its rounding is in every gradient."""
+    """Return True if ranks sum the norm in an order of their own, so that its rounding is in every gradient."""
     return case.train.max_norm is not None and case.world_size > 1 and case.train.dtype != "float64"
 
 
@@ -62,13 +62,13 @@ def rounding_of_norm(case: Case) -> float:
 
 
 def async_tp_gap(case: Case, numerics: Numerics) -> str | None:
-    """Return why async TP may give other bits than TP; None where it gives the same, or the case has none of it."""
+    """Return why async TP may give other bits than TP; None if it gives the same, or the case has none of it."""
     if not case.layout.async_tp:
         return None
     if not numerics.same_in_parts:
         return "async TP multiplies in chunks, and a kernel is chosen by their shape: bits of TP and async TP differ"
     if not numerics.has_one_order(case.layout.tp):
-        return "async TP sums in rank order, and this fabric does not: bits of TP and async TP differ"
+        return "async TP sums in rank order, and this backend does not: bits of TP and async TP differ"
     return None
 
 
@@ -79,7 +79,7 @@ FIRST_STEPS, LATER_STEPS = 5, 7
 
 
 def drifts(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
-    """True where ranks sum in another order than one rank does, in a dtype that rounds: trajectories drift apart.
+    """Return True if ranks sum in another order than one rank does, in a dtype that rounds: trajectories drift apart.
 
     So they do where code is generated, which rounds elsewhere.
     """
@@ -91,8 +91,9 @@ def replayed_steps(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> tuple[int
     """Return the steps, 1-based, whose modules are recorded and replayed: the first, some later ones, and the last.
 
     In runs that drift: of large models so many as fit into a message. How large a model is that is not known shows in
-    the run (`worker/probes/module_tensors.py`). Blocks with generated code are modules. Executed graphs have a partner.
-    In float64 parity is exact, and finds what is wrong: the first step of TP ranks tells which of their sums it is.
+    the run (`worker/probes/module_tensors.py`). Blocks with generated code are modules. Executed graphs have a
+    counterpart. In float64 parity is exact, and finds what is wrong: the first step of TP ranks tells which of their
+    sums it is.
     """
     if case.train.dtype == "float64" and case.layout.tp > 1 and case.compile == "none" and is_llama(case.target):
         return () if computes_on_plain_shards(case.target) else (1,)
@@ -116,7 +117,7 @@ def _spread_out(steps: int, at_most: int) -> tuple[int, ...]:
 
 
 def _recorded_bytes(case: Case) -> int:
-    """Bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32.
+    """Return bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32.
 
     Under TP every rank has all of a sum's terms: of the outputs of row-wise linears, of the input gradients of others.
     """
@@ -129,7 +130,7 @@ def _recorded_bytes(case: Case) -> int:
 
 
 def gradients_are_followed(case: Case) -> bool:
-    """True where gradients are compared with those that generated code returns for the parameters that it is given.
+    """Return True if gradients are compared with those that generated code returns for the parameters that it is given.
 
     Weights that FSDP2 gathers in float8 are given to it as two tensors, which have no gradient.
     """

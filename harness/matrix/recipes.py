@@ -61,7 +61,7 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.scaling)
 
     def multiplies(self, matmul: MatmulRole) -> bool:
-        """True when this matmul of a converted linear has float8 operands; otherwise it stays in high precision."""
+        """Return True if this matmul of a converted linear has float8 operands; else it stays in high precision."""
         return any(self.scaling.get(operand, "dis") != "dis" for operand in OPERANDS[matmul])
 
     def scales_rows(self, matmul: MatmulRole) -> bool:
@@ -69,12 +69,12 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def one_scale_per_tensor(self) -> bool:
-        """True when every cast has one scale; otherwise some have one for every row that a matmul contracts."""
+        """Return True if every cast has one scale; otherwise some have one for every row that a matmul contracts."""
         return self.converts and set(self.scaling.values()) <= {"ten", "dis"}
 
     @property
     def in_blocks(self) -> bool:
-        """True for MXFP8: 32 values along the contracted dim share a scale."""
+        """Return True for MXFP8: 32 values along the contracted dim share a scale."""
         return "blk" in self.scaling.values()
 
     @property
@@ -83,7 +83,7 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def multiple(self) -> int:
-        """What every dimension of a scaled matmul must be a multiple of."""
+        """Return what every dimension of a scaled matmul must be a multiple of."""
         return BLOCK if self.in_blocks else 16
 
     @property
@@ -97,11 +97,11 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def writes_bfloat16(self) -> bool:
-        """True when matmuls write bfloat16 whatever the dtype of activations: those that scale rows or blocks do."""
+        """True if matmuls write bfloat16 whatever the dtype of activations: those that scale rows or blocks do."""
         return bool({"axs", "blk"} & set(self.scaling.values()))
 
     def with_casts(self, casts: Iterable[str]) -> Self:
-        """These traits with other casts of some operands, each `OPERAND:SETTING`."""
+        """Return these traits with other casts of some operands, each `OPERAND:SETTING`."""
         scaling, dtype = dict(self.scaling), self.grad_output_dtype
         for cast in casts:
             operand, _, setting = cast.partition(":")
@@ -133,7 +133,7 @@ TRAITS: dict[Recipe, RecipeTraits] = {
 
 
 def block_recipe(*, rounds_scales_down: bool, wgrad: bool) -> Recipe | None:
-    """The recipe of MXFP8 with this rounding of scales, whose weight gradients are in MXFP8 or in high precision."""
+    """Return recipe of MXFP8 with this rounding of scales, whose weight gradients are in MXFP8 or in high precision."""
     wanted = (rounds_scales_down, wgrad)
     recipes = (
         recipe
@@ -205,13 +205,13 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             "MXFP8 by replaced modules, or by wrapped weights",
             flag("wrapper", "MXFP8 by weights that quantize_ wraps, in linears of torch", conversion="wrapper"),
             changes=Changes.NOTHING,
-            same_bits="a wrapped weight multiplies by the function that the replaced module calls",
+            same_bits="a wrapped weight calls the same matmul as the replaced module",
         ),
     ] = "module"
     convert_after_tp: Annotated[
         bool,
         _axis(
-            "convert to MXFP8 after tensor parallelism is applied",
+            "convert to MXFP8 after parallelize_module",
             flag("aftertp", "converted after tensor parallelism is applied", convert_after_tp=True),
             changes=Changes.NOTHING,
             same_bits="the same linears multiply the same distributed weights",
@@ -292,7 +292,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def grouped_traits(self) -> RecipeTraits:
-        """Those of grouped matmuls: torchao converts them by the recipe, whatever `casts` says about linears."""
+        """Return those of grouped matmuls: torchao converts them by the recipe, whatever `casts` says about linears."""
         return TRAITS[self.recipe if self.grouped_mm else "bf16"]
 
     @property

@@ -111,7 +111,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     """One record. `torch`, `torchao` and `torchtitan` are version specifiers as for pip; empty is any version.
 
     `everywhere`: a target of one's own may show the fault, and a Llama must; so in other projects for every record of
-    the package. Without it each case that the record selects must show it, but for those that `may_show` selects.
+    the package. Without it each case that the record selects must show it, except those that `may_show` selects.
     """
 
     name: str
@@ -134,16 +134,16 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def specifiers(self) -> dict[str, str]:
-        """The versions that have the fault, by package; of a package that is not in it any version."""
+        """Return the versions that have the fault, by package; of a package that is not in it any version."""
         return {package: text for package in PACKAGES if (text := getattr(self, package))}
 
     @property
     def versions(self) -> str:
-        """The same as text: "torch >=2.15 and torchao <0.18"."""
+        """Return the same as text: "torch >=2.15 and torchao <0.18"."""
         return " and ".join(f"{package} {text}" for package, text in self.specifiers.items())
 
     def affects(self, installed: Mapping[str, str | None]) -> bool | None:
-        """Return True when these versions have the fault; None for a pre-release that may have it.
+        """Return True if these versions have the fault; None for a pre-release that may have it.
 
         A package that is not installed is taken to be affected.
         """
@@ -155,7 +155,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return False if False in answers else None if None in answers else True
 
     def here(self, installed: Mapping[str, str | None]) -> Self | None:
-        """Return the record as it holds for these versions; None where they do not have the fault.
+        """Return the record as it holds for these versions; None if they do not have the fault.
 
         With a pre-release that may have it, each case that it selects may show it and need not.
         """
@@ -165,11 +165,11 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return self if affects else None
 
     def masks_new_findings(self, case: Case) -> bool:
-        """Return True when the fault hides new findings in a case it affects: there is no fix to run it again with."""
+        """Return True if the fault hides new findings in a case it affects: there is no fix to run it again with."""
         return self.fix is None and self.must_show(case)
 
     def must_show(self, case: Case) -> bool:
-        """Return True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
+        """Return True if the case fails as recorded or the record is wrong; otherwise it explains what shows."""
         if any(parse_selector(selector).matches(case) for selector in self.may_show):
             return False
         return not self.everywhere or is_llama(case.target)
@@ -178,7 +178,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return all(any(symptom.explains(finding) for finding in findings) for symptom in self.requires)
 
     def explains(self, finding: Finding) -> bool:
-        """Return True when the finding is one that this fault shows itself by, or one that it may cause."""
+        """Return True if the finding is one that this fault shows itself by, or one that it may cause."""
         return any(symptom.explains(finding) for symptom in (*self.requires, *self.may_cause))
 
 
@@ -241,7 +241,7 @@ class KnownRule(Rule, frozen=True):
 
 
 def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:
-    """The rules of the records without a fix. HarnessError when a selector asks for ids instead of axis values."""
+    """Return the rules of the records without a fix. HarnessError if a selector asks for ids instead of axis values."""
     return [_known_rule(fault) for fault in faults if fault.fix is None]
 
 
@@ -370,7 +370,7 @@ def read_required(path: Path) -> tuple[Required, ...]:
 
 
 def quarantine_of(entries: Iterable[Quarantine], case: Case) -> Quarantine | None:
-    """Return the entry about a case that expires last; None where there is none."""
+    """Return the entry about a case that expires last, or None."""
     return max((entry for entry in entries if entry.covers(case)), key=lambda entry: entry.expires, default=None)
 
 

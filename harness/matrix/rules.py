@@ -51,7 +51,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     of_any_target: bool = False  # a rule that reads the target, but no shape of its model
 
     def applies(self, case: Case) -> bool:
-        """True when the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
+        """True if the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
         known = is_llama(case.target) or "target" not in self.axes or self.of_any_target
         return known and self.when(case)
 
@@ -61,7 +61,7 @@ class Exclusion(Rule, frozen=True):
 
 
 class Refusal(Rule, frozen=True):
-    """A combination that torch must refuse. `check` judges it; the error message must match `pattern` (re.search)."""
+    """A combination that torch must refuse. `check` checks it; the error message must match `pattern` (re.search)."""
 
     check: str
     pattern: str
@@ -317,7 +317,7 @@ Capability = tuple[int, int]
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides whether a need is met, None where it is not known: that is in no one's way.
+    """What decides whether a need is met, None if it is not known: that is in no one's way.
 
     `peers`: every GPU can read the memory of the others.
     """

@@ -1,9 +1,9 @@
 """The space of one matrix block: its cells, which rules forbid some of them, and few that cover its combinations.
 
 A cell (`Row`) holds one value index per factor. Every rule is tabulated once over the few factors that it reads, so
-that judging, counting and completing cells never builds a `Case`. Which cells become cases is in `tier.py`.
+that checking, counting and completing cells never builds a `Case`. Which cells become cases is in `tier.py`.
 
-Covering arrays come from a greedy generator of its own, one cell at a time, because most cells of our spaces are
+Covering arrays come from its own greedy generator, one cell at a time, because most cells of our spaces are
 forbidden: general generators (covertable 3.2 was tried) lose their way there and give about ten times the cells in a
 hundred times the time.
 """
@@ -76,9 +76,9 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return len(table.hits) * math.prod(others)
 
     def complete(self, partial: Mapping[int, int], avoid: Sequence[Table], *, turn: int = 0) -> Row | None:
-        """The first cell (in a fixed order) that agrees with `partial` and that no table in `avoid` hits, or None.
+        """Return first cell (in a fixed order) that agrees with `partial` and that no table in `avoid` hits, or None.
 
-        Every `turn` has an order of its own, and other cells first.
+        Every `turn` has its own order, and other cells first.
         """
         starts = (turn // (i + 1) % size for i, size in enumerate(self.sizes))
         domains = [
@@ -212,7 +212,7 @@ def _prune(
 
 
 def _allowed(table: Table, domains: Sequence[tuple[int, ...]], target: int) -> tuple[int, ...]:
-    """Values of `target` that the table does not forbid next to the decided values of its other factors."""
+    """Return values of `target` that the table does not forbid next to the decided values of its other factors."""
     position = table.factors.index(target)
     row = [domains[factor][0] for factor in table.factors]
     before, after = tuple(row[:position]), tuple(row[position + 1 :])
@@ -263,7 +263,7 @@ def possible_combinations(
 
 
 def covering_rows(space: Space, strength: int, avoid: Sequence[Table], wanted: Iterable[Combination]) -> list[Row]:
-    """Cells that contain every wanted combination and are hit by no table in `avoid`; always the same ones.
+    """Return cells that contain every wanted combination and are hit by no table in `avoid`; always the same ones.
 
     Every wanted combination must be possible under `avoid`.
     """

@@ -33,7 +33,7 @@ from harness.matrix.space import (
     spaces_of,
 )
 
-# A cell under such a rule is not judged as sharply as others, or not at all: it covers nothing that another can cover.
+# A cell under such a rule is not checked as sharply as others, or not at all: it covers nothing that another can cover.
 _NOT_JUDGED: tuple[Kind, ...] = ("excluded", "refused", "known")
 
 
@@ -53,15 +53,15 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def empty(self) -> bool:
-        """True when nothing is selected: the caller's error to raise."""
+        """Return True if nothing is selected: the caller's error to raise."""
         return not self.cases
 
 
 def select(file: CaseFile, *, known: Sequence[KnownFault] = (), chosen: Sequence[Case] | None = None) -> Selection:
-    """The selection of a case file; the same for the same arguments, always. HarnessError on an impossible matrix.
+    """Return selection of a case file; the same for the same arguments, always. HarnessError on an impossible matrix.
 
     `known` are recorded faults: a case that runs into one covers nothing that another case can cover. `chosen` are
-    the cases that were chosen for this file; HarnessError when they do not cover it. Without them a covering array is
+    the cases that were chosen for this file; HarnessError if they do not cover it. Without them a covering array is
     made here.
     """
     spaces = tier_spaces(file, known)
@@ -112,7 +112,7 @@ def _check_covered(file: CaseFile, spaces: Sequence[Space], cases: Sequence[Case
 
 
 def _judged(space: Space, strength: Strength) -> Collection[Combination]:
-    """Return the combinations that some judged cell contains. Takes most of the time of a selection."""
+    """Return the combinations that some checked cell contains. Takes most of the time of a selection."""
     if strength == "full":
         return ()
     return possible_combinations(space, strength, tables_of(space, *_NOT_JUDGED)).keys()
@@ -129,7 +129,7 @@ def _uncovered(
 
 
 def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list[Row]:
-    """Cells that contain every combination; `seeds` are cells that are selected anyway."""
+    """Return cells that contain every combination; `seeds` are cells that are selected anyway."""
     if strength == "full":
         barred = tables_of(space, "excluded")
         return [row for row in itertools.product(*map(range, space.sizes)) if not is_hit(row, barred)]
@@ -143,10 +143,10 @@ def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> li
 def second_best_rows(
     space: Space, strength: int, seeds: Sequence[Row], judged: Collection[Combination] | None = None
 ) -> list[Row]:
-    """Cells for what no judged cell can contain: first those with a recorded fault, then those that are refused.
+    """Return cells for what no checked cell can contain: first those with a recorded fault, then those refused.
 
-    What a refused case contains is never executed, and what runs into a fault is not judged as sharply, so they count
-    only where nothing better can. `judged`: the combinations that some judged cell contains, where they are known.
+    What a refused case contains is never executed, and what runs into a fault is not checked as sharply, so they count
+    only where nothing better can. `judged`: the combinations that some checked cell contains, where they are known.
     """
     rows: list[Row] = []
     done = set(possible_combinations(space, strength, tables_of(space, *_NOT_JUDGED)) if judged is None else judged)
@@ -169,9 +169,9 @@ def _count_excluded(spaces: Sequence[Space]) -> dict[str, int]:
 
 Fate = Literal["covered", "known", "refused", "skipped", "excluded"]
 FATES: dict[Fate, str] = {
-    "covered": "in a case that trains without a recorded fault",
-    "known": "only in cases that run into a recorded fault",
-    "refused": "only in cases that must be refused",
+    "covered": "in a case without a known issue",
+    "known": "only in cases with a known issue",
+    "refused": "only in cases with an expected error",
     "skipped": "possible, but in no selected case",
     "excluded": "excluded by rules",
 }

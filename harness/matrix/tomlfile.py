@@ -43,7 +43,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         return HarnessError(what, where=self.place(*path), fix=fix)
 
     def check_keys(self, *path: str | int, table: object, known: Iterable[str]) -> dict[str, Any]:
-        """`table` as a dict. Raises HarnessError when it is not a table or has a key outside `known`."""
+        """`table` as a dict. Raises HarnessError if it is not a table or has a key outside `known`."""
         if not isinstance(table, dict):
             name = ".".join(part for part in path if isinstance(part, str)) or "the file"
             raise self.error(*path, what=f"{name} must be a table, not {table!r}.")
@@ -54,7 +54,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
     def tables(self, name: str) -> list[Any]:
-        """Return the top-level `[[name]]` tables. Raises HarnessError when written as `[name]`."""
+        """Return the top-level `[[name]]` tables. Raises HarnessError if written as `[name]`."""
         tables = self.data.get(name, [])
         if not isinstance(tables, list):
             raise self.error(name, what=f"'{name}' must be a list of tables.", fix=f"write [[{name}]].")
@@ -81,7 +81,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.record(kind, table, name, at, fixes=fixes) for at, table in enumerate(self.tables(name)))
 
     def check_distinct(self, names: Sequence[str], table: str, *key: str, noun: str) -> None:
-        """Raises HarnessError at the second of the `[[table]]` tables with equal names, or at its `key`."""
+        """Raise HarnessError at the second of the `[[table]]` tables with equal names, or at its `key`."""
         for index, name in enumerate(names):
             if name in names[:index]:
                 what = f"two {noun} are named '{name}'."
@@ -94,16 +94,16 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, .
 
 
 def read_toml_file(path: Path) -> TomlFile:
-    """Return the file at `path`. Raises HarnessError when it is missing, unreadable or not TOML."""
+    """Return the file at `path`. Raises HarnessError if it is missing, unreadable or not TOML."""
     return parse_toml(read_toml_text(path), where=str(path))
 
 
 def read_toml_text(path: Path) -> str:
-    """Return the text of the file. Raises HarnessError when it is missing or unreadable."""
+    """Return the text of the file. Raises HarnessError if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise HarnessError("no such file.", where=str(path), fix="check the name and the directory.") from error
+        raise HarnessError("no such file.", where=str(path), fix="check the name and the folder.") from error
     except UnicodeDecodeError as error:
         raise HarnessError(f"not UTF-8 text: {error.reason}.", where=str(path), fix="save it as UTF-8.") from error
     except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""From a plan to results: selection, schedule, running and judging a case, witnesses. Their order is `workflow.py`."""
+"""From a plan to results: selection, schedule, running and checking a case, witnesses. Their order is `workflow.py`."""

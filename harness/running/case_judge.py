@@ -1,4 +1,4 @@
-"""The judge of a run: what each case is judged by, gathered before any rank starts, and the verdict on what came back.
+"""The judge of a run: what each case is checked by, gathered before any rank starts, and the verdict on what came back.
 
 A damaged golden or an unfounded tolerance ends the run here, before anything was spent. It starts no rank: it names the
 references that a case wants, whoever runs cases has them run, and the verdict follows from the case, its run and them.
@@ -58,12 +58,12 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
     witnesses: Witnesses
     known: tuple[KnownFault, ...] = ()  # the recorded faults that affect the case
     fixes: tuple[Injection, ...] = ()  # their candidate fixes
-    partner_fixes: tuple[Injection, ...] = ()  # those that its partner needs as well
+    partner_fixes: tuple[Injection, ...] = ()  # those that its counterpart needs as well
     golden_of_other_build: bool = False  # one is stored that was made with an unreleased build, which is not this one
     doubts: Mapping[str, str] = {}  # the formulas that were not verified with the installed versions, each with a note
 
     def needs_fix(self, fixes: Sequence[Injection]) -> bool:
-        """Return True where it is compared with its partner in the second run alone, as both have a recorded fault."""
+        """Return True if only the second run is compared with the counterpart, as both have a known issue."""
         return not fixes and any(_hides_the_partner(fault, self.witnesses.expect.case) for fault in self.known)
 
     @property
@@ -93,17 +93,17 @@ class CaseJudge:
 
     @property
     def goldens_of_other_builds(self) -> tuple[str, ...]:
-        """Those of the `missing_goldens` that are stored, but of an unreleased build that is not this one."""
+        """Return those of the `missing_goldens` that are stored, but of an unreleased build that is not this one."""
         return tuple(sorted({basis.family for basis in self._judged_by.values() if basis.golden_of_other_build}))
 
     @property
     def without_golden(self) -> tuple[str, ...]:
-        """The ids of the cases that are compared with a golden and have none."""
+        """Return the ids of the cases that are compared with a golden and have none."""
         return tuple(name for name, basis in self._judged_by.items() if basis.needs_golden)
 
     @property
     def missing_signatures(self) -> tuple[str, ...]:
-        """The ids of the cases that are compared with a signature and have none, sorted."""
+        """Return the ids of the cases that are compared with a signature and have none, sorted."""
         return tuple(sorted(name for name, basis in self._judged_by.items() if basis.needs_signature))
 
     def expectation(self, case: Case) -> str | None:
@@ -221,7 +221,7 @@ def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witn
 
 
 def _with_model(case: Case, run: Run, witnesses: Witnesses, have: RunsByRole) -> Witnesses:
-    """Return the witnesses that know the linears of the model: of one that is no Llama its solo reference tells."""
+    """Return the references that know the linears of the model: of one that is no Llama its solo reference tells."""
     model, operands = run.traces[0].model, run.traces[0].operands
     solo = finished(have.get(references.SOLO)) if witnesses.expect.model is None and model is not None else None
     reference = None if solo is None else solo.traces[0].model
@@ -233,7 +233,7 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, have: RunsByRole) ->
 
 
 def _parity_tolerance(case: Case, witnesses: Witnesses, have: RunsByRole) -> Tolerance | None:
-    """Return the stored one; None where it was measured for another order of forward passes than the target's."""
+    """Return the stored one; None if it was measured for another order of forward passes than the target's."""
     stored, solo = witnesses.parity_tolerance, finished(have.get(references.SOLO))
     if stored is None or stored.key != SAME_ORDER or not accumulates(case, witnesses.expect.model):
         return stored
@@ -242,7 +242,7 @@ def _parity_tolerance(case: Case, witnesses: Witnesses, have: RunsByRole) -> Tol
 
 
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, have: RunsByRole, run: Run) -> Witnesses:
-    """Return the witnesses with derived tolerances where none was measured for cases like this.
+    """Return the references with derived tolerances where none was measured for cases like this.
 
     The one of parity only for a run with sketches. Where a run for it did not finish, the checks say so.
     """
@@ -290,7 +290,7 @@ class _EvidenceReader:
         return self._once(key, lambda: tolerance_for(case, self.root))
 
     def _once(self, key: object, read: Callable[[], Evidence]) -> Evidence | None:
-        """Return what `read` returned first under this key; None where nothing is stored."""
+        """Return what `read` returned first under this key; None if nothing is stored."""
         if key not in self._kept:
             self._kept[key] = None
             with contextlib.suppress(Missing, ToleranceMissing):
@@ -367,7 +367,7 @@ def _judged_by(
 
 
 def _hides_the_partner(fault: KnownFault, case: Case) -> bool:
-    """Return True when a case with this fault cannot be compared with its partner before it runs with the fix."""
+    """Return True if a case with this fault cannot be compared with its counterpart before it runs with the fix."""
     is_seen_by_it = any(symptom.check == metamorphic.check_metamorphic.name for symptom in fault.requires)
     return fault.fix is not None and fault.must_show(case) and not is_seen_by_it
 

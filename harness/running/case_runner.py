@@ -1,7 +1,7 @@
 """The work on one case: a run on ranks, then one verdict.
 
 Owns how a `CaseResult` is put together. Every front end runs cases through here, so that they cannot differ. What a
-case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`outcome.py`).
+case is checked by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`outcome.py`).
 """
 
 import traceback
@@ -30,7 +30,7 @@ NONE: RunsByRole = MappingProxyType({})
 
 
 class Judge(Protocol):
-    """What cases are judged by. It starts no rank: `needs` names the references, the caller has them run."""
+    """What cases are checked by. It starts no rank: `needs` names the references, the caller has them run."""
 
     def expectation(self, case: Case) -> str | None:
         """Return the name of the refusal or the known fault that the case must show, if any."""
@@ -141,7 +141,7 @@ class CaseRunner:
         return self._judge.concluded(case, run, judgement, have, fixes)
 
     def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
-        """The result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.
+        """Return result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.
 
         What is wrong there comes first: nothing of the recorded fault is among it. None when stopped.
         """

@@ -69,7 +69,7 @@ class Versions(msgspec.Struct, frozen=True):
     def environment(self, version: str) -> NamedEnvironment:
         """Return the environment with this version, made and kept where there is none.
 
-        Raises NotInstalled, or HarnessError where the environment of a user has another version.
+        Raises NotInstalled, or HarnessError if the environment of a user has another version.
         """
         name, path = f"{self.package}-{version}", self.given.get(version)
         if path is not None:
@@ -84,7 +84,7 @@ class Versions(msgspec.Struct, frozen=True):
         return NamedEnvironment(name=name, python=python, folder=home)
 
     def _check(self, version: str, path: Path) -> None:
-        """Raise HarnessError where the environment of a user has not this version."""
+        """Raise HarnessError if the environment of a user has not this version."""
         folders = [str(_site_packages(path)), *site.getsitepackages()]
         found = next(iter(distributions(name=self.package, path=folders)), None)
         if found is None or (is_version(version) and not is_release(found.version, version)):
@@ -138,7 +138,7 @@ def is_version(text: str) -> bool:
 
 
 def is_release(installed: str, version: str) -> bool:
-    """True where this is the version that is installed: "2.13.0" stands for "2.13.0+cpu", not for "2.13.0+git12"."""
+    """Return True if this is the version installed: "2.13.0" stands for "2.13.0+cpu", not for "2.13.0+git12"."""
     if not is_version(installed) or not is_version(version):
         return False
     here, asked = Version(installed), Version(version)
@@ -148,7 +148,7 @@ def is_release(installed: str, version: str) -> bool:
 def python_over(path: Path, folder: Path) -> Path:
     """Return the Python of an environment that has what the virtual environment at `path` has, and the harness.
 
-    Raises HarnessError where `path` is none, is of another Python, or hides a package behind a hook of its own.
+    Raises HarnessError if `path` is none, is of another Python, or hides a package behind its own hook.
     """
     where = f"--env {path}"
     lines = [*CHECKOUT, _site_line(str(_site_packages(path))), str(HARNESS), *_our_packages()]
@@ -157,7 +157,7 @@ def python_over(path: Path, folder: Path) -> Path:
     theirs, ours = origins(path.resolve() / "bin" / "python", names), origins(python, names)
     if ours.pop("harness") != str(HARNESS / "harness" / "__init__.py"):
         fix = "uninstall it there: the harness that runs is used."
-        raise HarnessError("it has a harness of its own.", where=where, fix=fix)
+        raise HarnessError("it has its own harness.", where=where, fix=fix)
     for name, origin in theirs.items():
         if origin and ours.get(name, origin) != origin:
             what = f"{name} would be imported from {ours[name]}, not from {origin}."
@@ -199,7 +199,7 @@ def _our_packages() -> Iterable[str]:
 
 
 def _site_line(folder: str) -> str:
-    """The line of a path file that adds a folder of packages with what is installed there by `pip install -e`."""
+    """Return line of a path file that adds a folder of packages with what is installed there by `pip install -e`."""
     return f"import site; site.addsitedir({folder!r})"
 
 
@@ -213,13 +213,13 @@ def _site_packages(path: Path) -> Path:
         raise HarnessError(
             f"it has no packages of {version}, with which this harness runs.",
             where=f"--env {path}",
-            fix=f"make it with {version}, or run there with --name, and gate what both stored.",
+            fix=f"make it with {version}, or run there with --name, and compare the stored runs.",
         )
     return packages
 
 
 def origins(python: Path, names: Sequence[str], python_path: Sequence[str] = ()) -> dict[str, str]:
-    """Return the file that each package would be imported from, without importing it; empty where there is none."""
+    """Return the file that each package would be imported from, without importing it; empty if none."""
     code = (
         "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
         "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"
@@ -239,7 +239,7 @@ def run_in_environment(
     """Return the results of `run` with these words in another environment, stored under its name.
 
     `given`: the options before the command, of which a place may have its own root. What it says goes to where this
-    process says it; without `reports` it is silent. Raises HarnessError where it ran nothing.
+    process says it; without `reports` it is silent. Raises HarnessError if it ran nothing.
     """
     file = (folder / f"{place.name}.jsonl").resolve()
     file.unlink(missing_ok=True)

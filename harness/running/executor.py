@@ -10,13 +10,13 @@ from typing import Self
 import msgspec
 
 from harness.engine.cluster import Cluster
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import open_leases
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.node import LocalNode, Runner
 from harness.engine.processes import StoreProcess
 from harness.engine.ray_cluster import open_nodes, own_address
 from harness.engine.torchrun import TorchrunEngine
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project, builds_folder
@@ -45,7 +45,7 @@ class Executor:
 
     @property
     def stopped(self) -> bool:
-        """True after `stop`: outcomes that arrive now say nothing about their case."""
+        """Return True after `stop`: outcomes that arrive now say nothing about their case."""
         return self._stopped.is_set()
 
     def execute(self, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome | None:
@@ -67,7 +67,7 @@ class Executor:
         if self.stopped:
             return None
         plan = self._plan
-        here = msgspec.structs.replace(request, device=plan.device, fabric=plan.fabric, arithmetic=plan.arithmetic)
+        here = msgspec.structs.replace(request, device=plan.device, backend=plan.backend, arithmetic=plan.arithmetic)
         return self._run(
             Job(
                 job_id=f"{_kind(request)}{case_id(request.case)}",
@@ -117,7 +117,7 @@ def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = la
     `note` gets what is lost in this environment, when ranks are warmed up. The nodes of a Ray cluster are reserved
     here, which may wait for other runs: `note` tells the user.
     """
-    if plan.engine == "ray":
+    if plan.launcher == "ray":
         nodes = open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
         store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
         return Executor(plan, Cluster(nodes, store, note), project.root)
@@ -126,12 +126,12 @@ def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = la
 
 def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> LocalNode:
     """This machine as a node of the plan, with the plan's first capacity. `note`: gets what it waits for."""
-    once = functools.cache(note)  # several zygotes say the same of one environment
+    once = functools.cache(note)  # several fork servers say the same of one environment
 
     def launch(preload: Mapping[str, str]) -> Runner:
-        if plan.engine == "torchrun":
+        if plan.launcher == "torchrun":
             return TorchrunEngine(plan.program, preload)
-        return ZygoteEngine(plan.program, preload, note=once)
+        return ForkServerEngine(plan.program, preload, note=once)
 
     here = plan.capacity.nodes[0]
     leases = open_leases(project.lease_folder(), plan.device, here.slots, note)
@@ -145,6 +145,6 @@ def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
         options["path"] = str(builds_folder())
     elif target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
-        if plan.engine == "ray":
+        if plan.launcher == "ray":
             options["source"] = own_source_digest(target, root)  # other nodes may have another one
     return options

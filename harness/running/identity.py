@@ -42,7 +42,7 @@ from harness.sources import (
 _COMPUTE = ("torch", "torchao", "numpy")  # what every rank imports
 _SKIPPED = {"harness", *_COMPUTE, *sys.stdlib_module_names}
 _HERE = Path(__file__).parents[1]
-_OURS = ("worker", "trace", "matrix", "expect")  # the packages of the harness that compute a witness
+_OURS = ("worker", "trace", "matrix", "expect")  # the packages of the harness that compute a reference
 
 
 def search_path(root: Path) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def search_path(root: Path) -> tuple[str, ...]:
 
 
 def check_targets(names: Iterable[str], root: Path) -> None:
-    """Raises HarnessError for a target whose module is not there, or whose training framework is not installed."""
+    """Raise HarnessError for a target whose module is not there, or whose training framework is not installed."""
     for target in dict.fromkeys(names):
         if target in targets():
             _check_package(target, targets()[target])
@@ -74,7 +74,7 @@ def check_targets(names: Iterable[str], root: Path) -> None:
 
 
 def _check_package(name: str, target: Target) -> None:
-    """Raises HarnessError where the training framework that a target drives is not installed, or is another version."""
+    """Raise HarnessError if the training framework that a target drives is not installed, or is another version."""
     package, driven = target.package or ("", None)
     installed = installed_version(package) if package else None
     if installed == driven:
@@ -84,7 +84,7 @@ def _check_package(name: str, target: Target) -> None:
 
 
 def _check_build(target: str, file: Path) -> None:
-    """Raises HarnessError for a module whose source binds no `build`: ranks would only say so one by one."""
+    """Raise HarnessError for a module whose source binds no `build`: ranks would only say so one by one."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -100,7 +100,7 @@ def _check_build(target: str, file: Path) -> None:
 
 
 def _outside_of_functions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Everything that runs when a module is imported, under `if` and `try` too, without the bodies of functions."""
+    """Yield all that runs when a module is imported, under `if` and `try` too, without the bodies of functions."""
     for node in ast.iter_child_nodes(tree):
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -170,11 +170,11 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
-    """The key of the witnesses of this plan, on this machine and with what is installed now. Takes about 0.15 s."""
+    """Return key of the references of this plan, on this machine and with what is installed now. Takes about 0.15 s."""
     parts = (
         plan.program,
         plan.device,
-        plan.fabric,
+        plan.backend,
         plan.arithmetic,
         str(plan.probed),
         arithmetic_limits(),
@@ -222,8 +222,8 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         threads=first.threads,
         limits=arithmetic_limits(),
         platform=f"{platform.system()} {platform.machine()}",
-        engine=plan.engine,
-        fabric=plan.fabric if both is None else f"{both.gpus.fabric}, {both.cpu.fabric}",
+        launcher=plan.launcher,
+        backend=plan.backend if both is None else f"{both.gpus.backend}, {both.cpu.backend}",
         arithmetic="" if plan.arithmetic == default_arithmetic(plan.device) else plan.arithmetic,
         program=plan.program,
         commit=tree_commit(root),

@@ -1,8 +1,8 @@
 """The machine that a command runs on: where its ranks train, whether its GPUs can be used, the parts of torch there.
 
 Never imports torch. A case trains on the GPUs where its ranks fit them and they meet its needs
-(`matrix/gpu_needs.toml`), else on the virtual device of the CPU: the meaning of --device, --fabric and --slots, here or
-on a Ray cluster. Which devices may be used is `engine/hardware.py`'s.
+(`matrix/gpu_needs.toml`), else on the virtual device of the CPU: the meaning of --device, --backend and --slots, here
+or on a Ray cluster. Which devices may be used is `engine/hardware.py`'s.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
 from harness.matrix.case import Case
 from harness.matrix.rules import Capability, GpuFacts, unmet_needs
-from harness.request import Arithmetic, Fabric, default_arithmetic
+from harness.request import Arithmetic, Backend, default_arithmetic
 from harness.run_options import PlanOptions
 from harness.running.environments import last_line
 from harness.sources import package_paths
@@ -43,7 +43,7 @@ class TorchBuild(NamedTuple):
 
 
 def torch_build() -> TorchBuild | None:
-    """Return the installed torch, by its file version.py, which is not imported; None where there is none."""
+    """Return the installed torch, by its file version.py, which is not imported, or None."""
     for folder in package_paths("torch"):
         text = read_text(folder / "version.py")
         values = dict(re.findall(r"(?m)^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text))
@@ -66,7 +66,7 @@ _CUDA = {"12.6": _Cuda((525,), (5, 0), (10, 0)), "12.": _Cuda((525,), (7, 5)), "
 
 
 def unusable(node: NodeCapacity, build: TorchBuild | None) -> str:
-    """Return why ranks with this build of torch cannot train on the GPUs of a node; empty where they can."""
+    """Return why ranks with this build of torch cannot train on the GPUs of a node; empty if they can."""
     return next(_unusable(node, build), "")
 
 
@@ -97,7 +97,7 @@ def not_nvidia(build: TorchBuild) -> str:
 
 
 def check_ranks(*, packages: bool = True) -> None:
-    """Raises HarnessError where ranks cannot run: on another system, without disk space, or without what they import.
+    """Raise HarnessError if ranks cannot run: on another system, without disk space, or without what they import.
 
     Every command that starts ranks comes through here. `packages`: False for a rank program of the user's own.
     """
@@ -109,7 +109,7 @@ def check_ranks(*, packages: bool = True) -> None:
     if refusal := refused_call():
         raise HarnessError(
             f"ranks need Linux 5.3 or later, and this one ({platform.release()}) refuses a system call: {refusal}.",
-            fix="use a newer kernel, or a sandbox or emulator that allows pidfd_open and prctl.",
+            fix="use a newer kernel, or a sandbox that allows pidfd_open and prctl.",
         )
     _check_space(Path(tempfile.gettempdir()))
     if packages:
@@ -133,7 +133,7 @@ def _check_space(folder: Path) -> None:
 
 
 def _check_packages() -> None:
-    """Imports none of them."""
+    """Import none of them."""
     missing = [name for name in ("torch", "torchao") if importlib.util.find_spec(name) is None]
     if missing:
         raise HarnessError(
@@ -148,7 +148,7 @@ _STATES = msgspec.json.Decoder(State)
 
 
 def internals_here() -> State:
-    """Return the state of every part. Raises HarnessError where torch or torchao cannot be imported."""
+    """Return the state of every part. Raises HarnessError if torch or torchao cannot be imported."""
     _check_packages()
     try:
         done = subprocess.run(
@@ -173,7 +173,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan has on one kind of device."""
 
     device: Device
-    fabric: Fabric
+    backend: Backend
     arithmetic: Arithmetic
     capacity: Capacity
     jobs: int
@@ -212,14 +212,14 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Obstacle(NamedTuple):
-    """Why a case cannot run on one side; empty where it can. `exact`: the exact matmul would do without."""
+    """Why a case cannot run on one side; empty if it can. `exact`: the exact matmul would do without."""
 
     why: str
     exact: bool = False
 
 
 def obstacle(case: Case, side: Side, *, one_node: bool) -> Obstacle:
-    """Return what stands in the way of a case there, whose ranks need `one_node`."""
+    """Return what stands like a case there, whose ranks need `one_node`."""
     if side.device == "cuda":
         peers = {node.peers for node in side.capacity.nodes}
         facts = GpuFacts(capability=side.capacity.nodes[0].capability, peers=peers.pop() if len(peers) == 1 else False)
@@ -233,7 +233,7 @@ def obstacle(case: Case, side: Side, *, one_node: bool) -> Obstacle:
 
 
 # What collectives of a device can run on, the default first.
-FABRICS: Mapping[Device, tuple[Fabric, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
+BACKENDS: Mapping[Device, tuple[Backend, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
 _WHY_NOT = {
     "shared": "it passes tensors of a CPU through shared memory",
     "gloo": "it has no float8 collectives on a GPU",
@@ -254,7 +254,7 @@ class Location(msgspec.Struct, frozen=True, kw_only=True):
 def locate(asked: PlanOptions, cluster: str) -> Location:
     """Return where these options have ranks train, on this machine or the Ray `cluster` of this address.
 
-    Raises HarnessError for a device that is not there, and for a fabric of another device.
+    Raises HarnessError for a device that is not there, and for a backend of another device.
     """
     device, why = _device_asked(asked, cluster)
     if device == "cuda":
@@ -270,7 +270,7 @@ def locate(asked: PlanOptions, cluster: str) -> Location:
 
 
 def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]:
-    """Return the device that options force, and by which; None where --device auto may choose."""
+    """Return the device that options force, and by which; None if --device auto may choose."""
     has_gpus = cluster_device(cluster, "auto") == "cuda" if cluster else bool(cuda_devices())
     if asked.device == "cpu":
         return "cpu", "--device cpu"
@@ -278,10 +278,10 @@ def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]
         if not has_gpus and not cluster:
             raise HarnessError("there is no CUDA device here.", where="--device cuda", fix="use --device cpu.")
         return "cuda", ""
-    if asked.fabric in (None, "auto"):
+    if asked.backend in (None, "auto"):
         return None, ""
-    on_cpu = asked.fabric in FABRICS["cpu"] or not has_gpus
-    return ("cpu", f"--fabric {asked.fabric}") if on_cpu else ("cuda", "")
+    on_cpu = asked.backend in BACKENDS["cpu"] or not has_gpus
+    return ("cpu", f"--backend {asked.backend}") if on_cpu else ("cuda", "")
 
 
 def _usable_gpus(asked: PlanOptions, cluster: str) -> tuple[Side | None, str]:
@@ -290,7 +290,7 @@ def _usable_gpus(asked: PlanOptions, cluster: str) -> tuple[Side | None, str]:
     if cluster_device(cluster, "auto") == "cpu" if cluster else not cuda_devices():
         return None, not_nvidia(build) if build is not None and build.hip else ""
     try:
-        gpus = _side("cuda", msgspec.structs.replace(asked, fabric=None), cluster)
+        gpus = _side("cuda", msgspec.structs.replace(asked, backend=None), cluster)
     except HarnessError as error:  # of several kinds, or without a name
         return None, f"{error.what.partition('. ')[0]}; {(error.fix or '').rstrip('.')}"
     first = gpus.capacity.nodes[0]
@@ -304,28 +304,28 @@ def _provable(capacity: Capacity) -> bool:
 
 
 def _side(device: Device, asked: PlanOptions, cluster: str) -> Side:
-    fabric = _resolve_fabric(asked.fabric or "auto", device)
+    backend = _resolve_backend(asked.backend or "auto", device)
     if cluster:
         capacity = cluster_capacity(cluster, device, asked.slots)
     else:
         capacity = Capacity(nodes=(capacity_here(device, asked.slots),))
     return Side(
         device=device,
-        fabric=fabric,
+        backend=backend,
         arithmetic=asked.arithmetic or default_arithmetic(device),
         capacity=capacity,
         jobs=asked.jobs * len(capacity.nodes),
     )
 
 
-def _resolve_fabric(asked: str, device: Device) -> Fabric:
-    """Return the fabric that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
-    offered = FABRICS[device]
-    for fabric in offered:
-        if asked in ("auto", fabric):
-            return fabric
+def _resolve_backend(asked: str, device: Device) -> Backend:
+    """Return the backend that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
+    offered = BACKENDS[device]
+    for backend in offered:
+        if asked in ("auto", backend):
+            return backend
     raise HarnessError(
         f"ranks on {device} cannot use it: {_WHY_NOT[asked]}.",
-        where=f"--fabric {asked}",
-        fix=f"use --fabric {' or '.join(offered)}{'' if device == 'cuda' else ', or --device cuda'}.",
+        where=f"--backend {asked}",
+        fix=f"use --backend {' or '.join(offered)}{'' if device == 'cuda' else ', or --device cuda'}.",
     )

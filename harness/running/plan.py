@@ -2,7 +2,7 @@
 
 Owns the defaults of parallelism and time, and the command line that reproduces one case. It starts nothing.
 An injection is a user's function that every rank calls before the target is built, to try a patch on the whole matrix:
-`FILE.py:FUNCTION`, or the prefix of a plug-in, as in `fault:NAME` of a planted fault. It is checked without running
+`FILE.py:FUNCTION`, or the prefix of a plug-in, as in `fault:NAME` of an injected fault. It is checked without running
 anything: a file is parsed, never imported here.
 """
 
@@ -28,10 +28,10 @@ from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
 from harness.registry import injections, is_offered, load, needed
-from harness.request import Arithmetic, Fabric, default_arithmetic, numerics_of
+from harness.request import Arithmetic, Backend, default_arithmetic, numerics_of
 from harness.result import Place
-from harness.run_options import CommandOptions, EngineKind, PlanOptions, RunOptions, words_of
-from harness.running.machine import FABRICS, Choice, Obstacle, Side, Sides, check_ranks, locate, obstacle
+from harness.run_options import CommandOptions, LauncherKind, PlanOptions, RunOptions, words_of
+from harness.running.machine import BACKENDS, Choice, Obstacle, Side, Sides, check_ranks, locate, obstacle
 from harness.trace.record import Patch
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
@@ -58,14 +58,14 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def content(self) -> str:
-        """Its name and the digest of its file: injections with equal content do the same."""
+        """Return its name and the digest of its file: injections with equal content do the same."""
         if not self.source:  # of a plug-in
             return self.text
         return f"{self.text} {hashlib.sha256(self.source).hexdigest()[:16]}"
 
 
 def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
-    """Return the injection that `text` names; HarnessError when the form, the file, the function or the fault is wrong.
+    """Return the injection that `text` names; HarnessError if the form, the file, the function or the fault is wrong.
 
     A relative file is looked for in `folder`, by default the current one.
     """
@@ -141,12 +141,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How cases are run. `capacity` is what the nodes have that run them."""
 
     device: Device = "cpu"
-    fabric: Fabric = "shared"
+    backend: Backend = "shared"
     capacity: Capacity = Capacity()
     jobs: int = PlanOptions().jobs
-    engine: EngineKind = "zygote"
+    launcher: LauncherKind = "fork"
     arithmetic: Arithmetic = "exact"
-    address: str = ""  # of the Ray cluster of engine `ray`
+    address: str = ""  # of the Ray cluster of launcher `ray`
     program: str = DEFAULT_PROGRAM
     sides: Sides | None = None  # as in `Location`, like the next three
     usual: Choice | None = None
@@ -155,7 +155,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chosen: bool = False  # the device is the one that was chosen from the sides
     injections: tuple[Injection, ...] = ()
     probed: bool = False  # ranks record what checks read besides losses
-    compiles: bool = False  # some case compiles its blocks: the zygote imports what that takes
+    compiles: bool = False  # some case compiles its blocks: the fork server imports what that takes
     one_zygote: bool = False  # for all targets: each rank imports its own after the fork
     timeout_s: float | None = None  # of every case; None scales it with the case
     timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
@@ -177,11 +177,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def numerics(self) -> Numerics:
-        return numerics_of(self.device, self.fabric, self.arithmetic)
+        return numerics_of(self.device, self.backend, self.arithmetic)
 
     def one_node(self, case: Case) -> bool:
-        """Return True when the ranks of a case must be on one node: for shared memory, or one checkpoint."""
-        return (self.fabric == "shared" and self.program == DEFAULT_PROGRAM) or case.train.resume != "none"
+        """Return True if the ranks of a case must be on one node: for shared memory, or one checkpoint."""
+        return (self.backend == "shared" and self.program == DEFAULT_PROGRAM) or case.train.resume != "none"
 
     def most_ranks(self, case: Case) -> int:
         """Return how many ranks the nodes can give to this case."""
@@ -189,13 +189,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def hardware(self) -> tuple[str, ...]:
-        """All hardware classes of the nodes, the most specific first: goldens of each serve."""
+        """Return all hardware classes of the nodes, the most specific first: goldens of each serve."""
         first = self.capacity.nodes[0]
         return hardware_classes(first.device_name, first.architecture)
 
     @property
     def decides(self) -> bool:
-        """True for a plan of --device auto that still chooses a device for every case."""
+        """Return True for a plan of --device auto that still chooses a device for every case."""
         return self.sides is not None and not self.chosen
 
     def choice(self, case: Case) -> Choice:
@@ -209,7 +209,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.parts([case])[0][0]
 
     def parts(self, cases: Sequence[Case]) -> "list[tuple[Plan, tuple[int, ...]]]":
-        """A plan for every device and arithmetic that is chosen, with the positions of its cases; at least one."""
+        """Return a plan per device and arithmetic that is chosen, with the positions of its cases; at least one."""
         positions: dict[tuple[Device, Arithmetic], list[int]] = {}
         for position, case in enumerate(cases):
             choice = self.choice(case)
@@ -232,16 +232,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def on_cpu(self) -> "Plan":
-        """The plan with the CPU in the place of what --device auto would choose."""
+        """Return the plan with the CPU in the place of what --device auto would choose."""
         return self if self.sides is None else self._on("cpu", self.sides.cpu.arithmetic)
 
     @property
     def on_gpus(self) -> "Plan":
-        """The plan with the GPUs, where --device auto would choose between them and the CPU."""
+        """Return the plan with the GPUs, where --device auto would choose between them and the CPU."""
         return self if self.sides is None else self._on("cuda", self.sides.gpus.arithmetic)
 
     def _on(self, device: Device, arithmetic: Arithmetic, *, own: bool = False) -> "Plan":
-        """The plan on one of its sides. `own`: --device auto chooses that for its cases, and the arithmetic too."""
+        """Return plan on one of its sides. `own`: --device auto chooses that for its cases, and the arithmetic too."""
         if self.sides is None or self.chosen:
             return self
         default = default_arithmetic(device)
@@ -266,7 +266,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return Place(device="cpu", why=why, idle=self.idle)
 
     def obstacle(self, case: Case) -> Obstacle:
-        """Return what stands in the way of a case on the device of this plan."""
+        """Return what stands like a case on the device of this plan."""
         side = Side(**{name: getattr(self, name) for name in Side.__struct_fields__})
         return obstacle(case, side, one_node=self.one_node(case))
 
@@ -294,9 +294,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         device, arithmetic, _ = self.usual or Choice("cpu", default_arithmetic(self.device))
         usual = Plan(
             device=device,
-            fabric=FABRICS[self.device][0],
+            backend=BACKENDS[self.device][0],
             arithmetic=arithmetic,
-            address=AUTO if self.engine == "ray" else "",
+            address=AUTO if self.launcher == "ray" else "",
         )
         both = [name for name in RunOptions.__struct_fields__ if hasattr(usual, name)]
         values = {name: getattr(self, name) for name in both if getattr(self, name) != getattr(usual, name)}
@@ -304,10 +304,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def make_plan(**given: Any) -> Plan:
-    """The plan that options describe, on this machine or on the nodes of a Ray cluster, which is asked what it has.
+    """Return plan that options describe, on this machine or on the nodes of a Ray cluster, which is asked what it has.
 
     `given`: fields of `PlanOptions`, by name. Raises HarnessError for a device, a cluster, an injection or a package
-    that is not there, and for a fabric of another device.
+    that is not there, and for a backend of another device.
     """
     asked = PlanOptions(**given)
     for where, what, fix in asked.contradictions:
@@ -319,7 +319,7 @@ def make_plan(**given: Any) -> Plan:
 
 def plan_without_ranks(asked: PlanOptions, program: str = DEFAULT_PROGRAM) -> Plan:
     """Return the plan of these options, where no package that ranks import need be installed."""
-    cluster = (asked.address or AUTO) if asked.engine == "ray" else ""
+    cluster = (asked.address or AUTO) if asked.launcher == "ray" else ""
     location = msgspec.structs.asdict(locate(asked, cluster))
     side = msgspec.structs.asdict(location.pop("side"))
     as_asked = Plan(**{name: value for name, value in asked.as_given.items() if name in Plan.__struct_fields__})

@@ -31,7 +31,7 @@ _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, like the
 
 
 class ReferenceLost(Exception):
-    """The machine ended a reference, at every attempt: its case cannot be judged. The text says which, and why."""
+    """The machine ended a reference, at every attempt: its case cannot be checked. The text says which, and why."""
 
 
 class ReferenceRunner:
@@ -51,7 +51,7 @@ class ReferenceRunner:
 
     @property
     def log(self) -> tuple[ReferenceRun, ...]:
-        """Every reference that was asked for, by name: how often, and what it cost where it had to be run."""
+        """Return every reference that was asked for, by name: how often, and what it cost where it had to be run."""
         return tuple(
             ReferenceRun(
                 kind=kind,
@@ -65,7 +65,7 @@ class ReferenceRunner:
         )
 
     def is_kept(self, reference: Reference) -> bool:
-        """Return True where it needs not be run: a file may turn out to be damaged."""
+        """Return True if it needs not be run: a file may turn out to be damaged."""
         return reference.name in self._runs or self._path(reference).exists()
 
     def get(self, reference: Reference, *, ahead: bool = False) -> Run | None:

@@ -1,7 +1,7 @@
 """The schedule: many items of work on a few threads, largest world first, ended cleanly by Ctrl-C.
 
 Owns order, threads and interruption. It does not know what an item is (a case, or a fault in a case) nor how it is run,
-judged and told of.
+checked and told of.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class HasRanks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Ranks that it runs on."""
+        """Return ranks that it runs on."""
 
 
 Item = TypeVar("Item", bound=HasRanks)
@@ -68,7 +68,7 @@ def run_schedule(
 
     `run` is called from these threads: an item to its result, None when stopped before there was one. What it raises
     stops the schedule and is raised here. `stop` kills what runs, and `run` starts nothing after it. `started` and
-    `finished` are called in this thread; `finished` returns True where no other result is wanted.
+    `finished` are called in this thread; `finished` returns True if no other result is wanted.
     """
     pending = deque(sorted(range(len(items)), key=lambda at: -items[at].world_size))  # threads may share it
     events: _Events[Result] = queue.SimpleQueue()

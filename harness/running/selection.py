@@ -64,7 +64,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sources: tuple[str, ...] = ()
     expressions: tuple[str, ...] = ()  # all must hold
     keyword: str | None = None  # of -k
-    target: str | None = None  # trains every case in place of its own target
+    target: str | None = None  # trains every case instead of its own target
     budget_s: float | None = None  # seconds of wall clock that the run may take; None: as long as it takes
     shard: Shard | None = None  # the part to run here; None: all of it
 
@@ -81,7 +81,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of a command line that ask for the same cases, but for the budget and the shard."""
+        """Return the words of a command line that ask for the same cases, except the budget and the shard."""
         narrowed = {"expressions": self.expressions, "keyword": self.keyword, "target": self.target}
         return (*self.effective_sources, *words_of(narrowed))
 
@@ -102,7 +102,7 @@ def _is_case_id(project: Project, source: str) -> bool:
 
 
 def select_file(project: Project, path: Path) -> Selection:
-    """The selection of one case file of a project: the chosen cases where there is a choice, else a covering array.
+    """Return selection of one case file of a project: the chosen cases where there is a choice, else a covering array.
 
     Of a bug file or a folder of them: their cases. A tier of the package is the same in every project: the records of
     the project choose no other cases.
@@ -140,7 +140,7 @@ def excluded_cells(project: Project, query: Query) -> str:
 
 
 def whole_tiers(project: Project, case_ids: Collection[str], words: Collection[str]) -> tuple[Selection, ...]:
-    """The tiers of the project, and those of the package among the `words` of a run, all of whose cases are here."""
+    """Return tiers of the project, and those of the package among the `words` of a run, all of whose cases are here."""
     names = [name for name in project.tiers if name in project.own_tiers or name in words]
     selections = (select_file(project, project.case_file(name)) for name in names)
     return tuple(
@@ -151,14 +151,14 @@ def whole_tiers(project: Project, case_ids: Collection[str], words: Collection[s
 
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
-    """Return the cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
+    """Return the cases a query asks for, each once, in the order of its sources; HarnessError if there are none."""
     return select_for_target(project, query)[0]
 
 
 def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...], Mapping[str, int]]:
     """Return the cases a query asks for, and by the reason how many of its tiers and ids its target cannot train.
 
-    HarnessError when no case is left before it is divided into shards.
+    HarnessError if no case is left before it is divided into shards.
     """
     asked = _asked(project, query)
     chosen = narrowed(asked, query)
@@ -267,7 +267,7 @@ def parse_keyword(text: str) -> Callable[[str], bool]:
 
 
 def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Return the cases, each once, with this target in place of their own; without those that it excludes."""
+    """Return the cases, each once, with this target instead of their own; without those that it excludes."""
     if target is not None:
         cases = [case for case in _with_target(target, cases) if not exclusions(case)]
     return tuple({case_id(case): case for case in cases}.values())
@@ -283,7 +283,7 @@ def _with_target(target: str, cases: Sequence[Case]) -> tuple[Case, ...]:
 def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[str], None]) -> Mapping[str, str]:
     """By case id: until when, by whom and why. `note` gets expired quarantines.
 
-    Raises HarnessError where the file of the project is invalid.
+    Raises HarnessError if the file of the project is invalid.
     """
     entries, today = read_quarantine(project.quarantine), datetime.date.today()
     quarantines = {case_id(case): entry for case in cases if (entry := quarantine_of(entries, case)) is not None}
@@ -294,7 +294,7 @@ def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[s
 
 _DERIVING = "no tolerance was measured for cases like this: it is derived, from five more BF16 runs on one rank"
 
-START_S = 12.0  # until the zygote is warm
+START_S = 12.0  # until the fork server is warm
 _BUSY = 0.9  # share of the CPUs that a run keeps busy
 _FEWEST = 5  # measured cases below which earlier runs say nothing about the speed of this machine
 

@@ -31,7 +31,7 @@ Named = tuple[str, RunResult]  # the results of one shard, after what the user c
 def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False) -> RunResult:
     """Return the results of all shards as one run, which began with the first of them and took the seconds of all.
 
-    A case counts where it was run. Raises HarnessError where two shards have different results of a case, unless the
+    A case counts where it was run. Raises HarnessError if two shards have different results of a case, unless the
     `latest` counts, where their environments differ, unless they may be `mixed`, and where one of N shards is missing.
     """
     _check_complete(shards)
@@ -82,7 +82,7 @@ def _check_complete(shards: Sequence[Named]) -> None:
 
 
 def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
-    """Return the common environment of all shards, with all their targets; None where they differ."""
+    """Return the common environment of all shards, with all their targets; None if they differ."""
     differences = list(environment_differences(shards))
     if differences and not mixed:
         fix = "give `runs merge` --mixed where that does not matter, or run them in one environment."
@@ -129,7 +129,7 @@ def _together(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: ", ".join(distinct) for name, distinct in values.items()}
 
 
-KEPT_RUNS = 100  # a new run removes older ones of the same project, but for those with a name
+KEPT_RUNS = 100  # a new run removes older ones of the same project, except those with a name
 
 _ID = re.compile(r"(?!.*\.toml)[a-zA-Z0-9][\w.+-]*")
 _LAST = re.compile(r"last(?:~(\d+))?")
@@ -152,7 +152,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 def results_of(project: Project, text: str) -> RunResult:
     """Return the results that `text` means, as one run; those of a folder of files are merged.
 
-    Raises HarnessError where there are none, or they cannot be read or merged.
+    Raises HarnessError if there are none, or they cannot be read or merged.
     """
     shards = shards_of(project, text)
     (name, run), *_ = shards
@@ -163,7 +163,7 @@ def shards_of(project: Project, text: str) -> list[Named]:
     """Return the results that `text` means, each with what it is called.
 
     It means "last", "last~2", the name of a run, a file of results, or a folder of such files, each of which has some.
-    Raises HarnessError where there are none.
+    Raises HarnessError if there are none.
     """
     path = Path(text)
     if text and (files := sorted(file for file in path.glob("*.json*") if file.suffix in (".json", ".jsonl"))):
@@ -188,7 +188,7 @@ def _of_others(run: RunResult) -> RunResult:
 
 
 def stored_run(project: Project, text: str) -> Stored:
-    """Return the run of the store that "last", "last~2" or a name means. Raises HarnessError where there is none.
+    """Return the run of the store that "last", "last~2" or a name means. Raises HarnessError if there is none.
 
     "last" is the run of this machine that was stored last. An imported one is found by its name alone.
     """
@@ -219,7 +219,7 @@ def runs_before(project: Project, run: RunResult, *, most: int) -> list[Stored]:
 
 
 def _stored(path: Path, *, is_imported: bool) -> Stored | None:
-    """None for a run that never began, or that another process removed meanwhile."""
+    """Return None for a run that never began, or that another process removed meanwhile."""
     store = RunStore(path)
     if not path.exists() or not path.stat().st_size:
         return None
@@ -269,7 +269,7 @@ def remove_old_runs(project: Project, *, kept: int = KEPT_RUNS) -> None:
 
 
 def read_stored(path: Path) -> RunResult:
-    """Return the results of a stored run. Raises HarnessError where damage cost it results, or hides which ones.
+    """Return the results of a stored run. Raises HarnessError if damage cost it results, or hides which ones.
 
     What a killed run wrote last may be cut short: it has cases without a result anyway, and `damaged` names the line.
     """
@@ -291,9 +291,9 @@ def read_results(path: Path) -> RunResult:
 
 
 def _consistent(run: RunResult, path: Path, fix: str) -> RunResult:
-    """The run. HarnessError where the losses of a case are not those of its curve: it was put together by hand."""
+    """The run. HarnessError if the losses of a case are not those of its curve: it was put together by hand."""
     for case in run.results:
         curve = None if case.measured is None else case.measured.curves.get("case")
         if curve is not None and case.losses and not same_numbers(case.losses, curve.losses):
-            raise HarnessError("its losses are not those of its own curve.", where=f"{path}: {case.case_id}", fix=fix)
+            raise HarnessError("its losses differ from its own curve.", where=f"{path}: {case.case_id}", fix=fix)
     return run

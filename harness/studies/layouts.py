@@ -1,6 +1,6 @@
 """One model in many layouts: the cases, and one word about each beside one rank.
 
-The word follows from the verdict on the case and from its measured distances; nothing is judged here. It is `equal`
+The word follows from the verdict on the case and from its measured distances; nothing is checked here. It is `equal`
 where every gradient and updated parameter has the bits of one rank, `rounding` where all are within what sums in
 another order may differ by, `wrong` where the case failed.
 """
@@ -31,7 +31,7 @@ _WORDS: Mapping[Verdict, Word] = {
 
 
 def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
-    """The case of these axes in every layout. HarnessError for an axis in `given` that no layout has a use for."""
+    """Return case of these axes in every layout. HarnessError for an axis in `given` that no layout has a use for."""
     chosen = [_values(base, layout) for layout in asked]
     useless = [name for name in given if all(name in ignored_axes(values) for values in chosen)]
     if useless:

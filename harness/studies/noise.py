@@ -108,7 +108,7 @@ def measure(
 
 
 def _keep_distances(judged: Judged, wanted: Collection[str], kept: dict[str, tuple[float, ...]]) -> Judgement:
-    """Keep how far the gradients of every step are from those of the solo witness, by case id."""
+    """Keep how far the gradients of every step are from those of the single-rank reference, by case id."""
     case, run, name = judged.case, judged.run, case_id(judged.case)
     sketched = judged.judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
     solo = finished(judged.references.get(solo_reference(case))) if sketched and name in wanted else None

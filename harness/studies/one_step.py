@@ -86,7 +86,7 @@ def judged_one_step(cases: Mapping[str, tuple[str, Case]], results: Iterable[Cas
 
 
 def _refusal(shows: str, result: CaseResult, whole: CaseResult | None) -> str | None:
-    """Return what the target lacks for this case; None where it takes it."""
+    """Return what the target lacks for this case; None if it takes it."""
     if shows == LABELS and (lacking := [end.message for end in result.failures if "takes no labels" in end.message]):
         return lacking[0].partition(": ")[2].partition(",")[0]
     norms = (*result.grad_norms, *(whole.grad_norms if whole is not None else ()))
@@ -96,7 +96,7 @@ def _refusal(shows: str, result: CaseResult, whole: CaseResult | None) -> str | 
 
 
 def _others(result: CaseResult) -> bool:
-    """Return True where something else is wrong than that gradients are not clipped."""
+    """Return True if something else is wrong than that gradients are not clipped."""
     return any(finding.check != "clipping" for finding in result.findings)
 
 
@@ -119,7 +119,7 @@ def _other_number(
         why = "it is a mean over the labels of each rank or microbatch, of which the target leaves some out, instead "
         why += "of all, or the sequences of a batch change one another in the model"
     else:
-        why = f"gradients are summed or divided in another way where the batch is split, {found / expected:.6g} times"
+        why = f"gradients are summed or divided differently when the batch is split, {found / expected:.6g} times"
     fix = OVER_ALL_LABELS if shows == LABELS and of_labels else None
     values = {"number": wrong[0], "value": f"{found:.7g}", "whole": f"{expected:.7g}", "why": why}
     values |= {"layout": layout_id(case.layout), "shows": shows}

@@ -56,7 +56,7 @@ class References(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
 
     def and_also(self, later: "References") -> "References":
-        """These and those of another device."""
+        """Return these and those of another device."""
         goldens, failed = (*self.goldens, *later.goldens), (*self.failed, *later.failed)
         return References(goldens=goldens, failed=failed, interrupted=later.interrupted)
 
@@ -67,7 +67,7 @@ class SanityJudge(Judge):
     def judge(
         self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """Passes runs that may become a golden or a noise sample."""
+        """Pass runs that may become a golden or a noise sample."""
         return judge(case, run, status, Witnesses(expect=Expectations(case)), checks=_SANITY)
 
 
@@ -161,12 +161,12 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verified(self) -> dict[str, int]:
-        """The formulas that were compared and never contradicted, each with the number of cases."""
+        """Return the formulas that were compared and never contradicted, each with the number of cases."""
         return {name: count for name, count in self.compared.items() if count and not self.contradicted[name]}
 
     @property
     def complete(self) -> bool:
-        """True when every formula is verified and no case failed."""
+        """Return True if every formula is verified and no case failed."""
         return not self.failed and set(self.verified) == set(FORMULAS)
 
 
@@ -201,7 +201,7 @@ def verified_with(project: Project, run: RunResult, *, reason: str, command: str
 
 
 def fit_costs(file: Path, *, command: str) -> Costs:
-    """Return the costs that the results in a file show. HarnessError when it holds too few runs."""
+    """Return the costs that the results in a file show. HarnessError if it holds too few runs."""
     run = read_results(file)
     # a case that is known has run twice where its fault has a fix
     passed = [result for result in run.results if result.verdict is Verdict.PASSED]
@@ -213,7 +213,7 @@ def fit_costs(file: Path, *, command: str) -> Costs:
         if witness.ran and witness.name.startswith(_SOLO) and " " not in (name := witness.name.removeprefix(_SOLO))
     ]
     if len(measured) < _FEWEST or len(solos) < _FEWEST:
-        what = f"holds {len(measured)} runs and {len(solos)} solo witnesses; {_FEWEST} of each are needed."
+        what = f"holds {len(measured)} runs and {len(solos)} single-rank references; {_FEWEST} of each are needed."
         raise HarnessError(what, where=str(file), fix=f"run tier pr with an empty cache: `{fit_costs_command()}`.")
     weights, error = _fitted(measured)
     return Costs(
@@ -230,7 +230,7 @@ def fit_costs(file: Path, *, command: str) -> Costs:
 
 
 def _fitted(samples: Sequence[tuple[Mapping[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Weights by feature, none negative, and the median relative error. Small costs count as much as large ones."""
+    """Weigh by feature, none negative, and the median relative error. Small costs count as much as large ones."""
     import numpy as np
 
     names = list(samples[0][0])

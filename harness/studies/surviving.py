@@ -19,7 +19,7 @@ class Check(Protocol):
 
     @property
     def id(self) -> str:
-        """The unique id of the check."""
+        """Return the unique id of the check."""
 
 
 AnyCheck = TypeVar("AnyCheck", bound=Check)

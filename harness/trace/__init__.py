@@ -22,7 +22,7 @@ class StepTrace(Record, frozen=True, kw_only=True):
     loss: float
     grad_norm: float  # global L2 norm over all gradients, as the optimizer gets them
     reported_grad_norm: float | None = None  # what the target itself reports, before clipping
-    evaluation_loss: float | None = None  # as `loss`, of the evaluation before; None where the case has none
+    evaluation_loss: float | None = None  # as `loss`, of the evaluation before; None if the case has none
     scaled_mm_calls: int  # scaled matmuls executed by this rank: evaluation, forward, dgrad, wgrad and recompute
     optimizer_steps: int | None = None  # of the torch optimizer that took most; 0 where none took any
     seconds: float
@@ -41,15 +41,15 @@ class RankTrace(Record, frozen=True, kw_only=True):
     batch_digests: tuple[str, ...] = ()  # of the tokens of every data-parallel rank that this rank stands for
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
     installed: tuple[str, ...] = ()  # all that the harness has put into torch for the life of this process, sorted
-    arithmetic: str = ""  # "kernel" or "exact", as it was asked for; empty where the rank program does not know it
+    arithmetic: str = ""  # "kernel" or "exact", as it was asked for; empty if the rank program does not know it
     model: ModelRecord | None = None
-    inputs: tuple[StepInputs, ...] | None = None  # None where the model is not called as a whole, or compiled whole
+    inputs: tuple[StepInputs, ...] | None = None  # None if the model is not called as a whole, or compiled whole
     state: tuple[StateChange, ...] = ()
     not_recorded: Mapping[str, str] = {}  # what was asked for in vain, and why
-    resumed: Resumed | None = None  # None where the case is not
+    resumed: Resumed | None = None  # None if the case is not
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
-    cast_shares: tuple[CastShare, ...] | None = None  # of a solo witness alone, in place of its operands
+    cast_shares: tuple[CastShare, ...] | None = None  # of a single-rank reference alone, instead of its operands
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None
@@ -63,7 +63,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
 
     @property
     def without_records(self) -> "RankTrace":
-        """The trace without the records that only checks need: small enough to store."""
+        """Return the trace without the records that only checks need: small enough to store."""
         return msgspec.structs.replace(self, **dict.fromkeys(_RECORDS))
 
 
@@ -75,11 +75,11 @@ class RankFailure(Record, frozen=True, kw_only=True):
     """How a rank ended that did not finish: an exception, an exit, a signal, or stuck."""
 
     rank: int
-    kind: str  # "raised", "exited", "signalled", "stuck", "stopped", "garbled" (its result cannot be read)
+    kind: str  # "raised", "exited", "signaled", "stuck", "stopped", "garbled" (its result cannot be read)
     message: str  # "RuntimeError: Expected both dimensions of mat2 ..." or "exit code 7" or "SIGSEGV"
     traceback: str  # Python traceback or faulthandler dump of all threads; may be empty
     phase: str  # what the rank reported it was doing: "build", "step 3", ...
-    consequence: bool  # True when another rank failed first
+    consequence: bool  # True if another rank failed first
 
 
 class Run(Record, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class Run(Record, frozen=True, kw_only=True):
 
     @property
     def by_rank(self) -> list[RankTrace]:
-        """The traces sorted by rank, so that findings never depend on the order in which ranks returned."""
+        """Return the traces sorted by rank, so that findings never depend on the order in which ranks returned."""
         return sorted(self.traces, key=lambda trace: trace.rank)
 
     @property

@@ -39,7 +39,7 @@ _WORDS = re.compile(r"(?P<kind>\w+)(?: \((?P<op>\w+)\))? in (?P<dtype>\w+) along
 
 
 def collective_of(words: str) -> Mapping[str, str] | None:
-    """Return the arguments of `collective_words` that give these words; None where none do."""
+    """Return the arguments of `collective_words` that give these words; None if none do."""
     match = _WORDS.fullmatch(words)
     return None if match is None else match.groupdict(default="")
 
@@ -74,7 +74,7 @@ class LiveTensor(Record, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int  # of the storage
-    holder: str  # the module attribute that holds it, such as "layers.0.kept"; empty where no module does
+    holder: str  # the module attribute that holds it, such as "layers.0.kept"; empty if no module does
 
 
 class LiveMemory(Record, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ class StepUpdate(Record, frozen=True, kw_only=True):
 
     step: int  # 1-based
     updated: bool = False
-    options: tuple[Options, ...] = ()  # empty where they are those of the step before
+    options: tuple[Options, ...] = ()  # empty if they are those of the step before
     fqn: str = ""  # of the parameter whose values, or those of what is kept of it, are furthest off
     what: str = ""  # "param", "exp_avg"
     distance: float = 0.0
@@ -93,7 +93,7 @@ class StepInputs(Record, frozen=True, kw_only=True):
     step: int
     inputs: tuple[int, ...]  # the sequences whose tokens it got, in the order of calls
     labels: tuple[int, ...]  # the sequences whose tokens it got shifted by one: they are what it must predict
-    covered: float  # share of the neighbouring tokens that are meant for this rank, among all that the model got
+    covered: float  # share of the neighboring tokens that are meant for this rank, among all that the model got
     shapes: tuple[tuple[int, ...], ...]  # of the integer tensors
 
 

@@ -44,7 +44,7 @@ class ScaleSummary(Record, frozen=True, kw_only=True):
     power_of_two: bool  # every value is an exact power of two
 
     def __str__(self) -> str:
-        """Its value, or the range and sum of its values."""
+        """Return its value, or the range and sum of its values."""
         if self.minimum == self.maximum:
             return f"{self.minimum!r}"
         return f"{self.minimum!r} to {self.maximum!r}, sum {self.total!r}"

@@ -10,7 +10,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Patch(Record, frozen=True, kw_only=True):
     """A function that a rank calls before the target is built: `FILE.py:FUNCTION` or `fault:NAME`.
 
-    `source` is the content of the file, empty for a planted fault. The path is for messages alone.
+    `source` is the content of the file, empty for an injected fault. The path is for messages alone.
     """
 
     text: str
@@ -28,7 +28,7 @@ class DeviceFacts(Record, frozen=True, kw_only=True):
 
 
 class TorchFacts(Record, frozen=True, kw_only=True):
-    """The build of torch and its devices. `cuda` and `nccl` are versions; empty where torch was built without."""
+    """The build of torch and its devices. `cuda` and `nccl` are versions; empty if torch was built without."""
 
     torch: str
     cuda: str = ""

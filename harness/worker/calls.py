@@ -24,8 +24,8 @@ def rank_main(context: RankContext) -> bytes:
     torch.set_num_threads(1)
     PROCESS.phase.report = context.report_phase
     PROCESS.phase.begin("start")
-    virtual_device.install(request.fabric, arithmetic=request.arithmetic)
-    join(context, request.fabric)
+    virtual_device.install(request.backend, arithmetic=request.arithmetic)
+    join(context, request.backend)
     function = importlib.import_module(request.module).build
     PROCESS.phase.begin(f"{function.__name__}()")
     returned = function(*decoded(request.arguments))

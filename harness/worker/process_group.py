@@ -1,4 +1,4 @@
-"""The process group of a job, joined in the same way over every fabric, and the store where its ranks meet.
+"""The process group of a job, joined in the same way over every backend, and the store where its ranks meet.
 
 `python -m harness.worker.process_group FD HOST` serves a TCP store for jobs on several nodes at this address of the
 machine: it sends its port to the socket FD, and exits when that is closed.
@@ -17,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from harness.engine.messages import IN_FOLDER
 from harness.engine.program import RankContext
-from harness.request import Fabric
+from harness.request import Backend
 from harness.worker.virtual import collectives
 
 # The engine ends a job at its deadline and collects stacks: a gloo that gives up before leaves none.
@@ -25,29 +25,29 @@ AFTER_DEADLINE_S = 60.0
 # Of the deadline. Stacks do not show what a GPU waits for; NCCL's watchdog names the collective and who is missing.
 NCCL_GIVES_UP_AFTER = 0.5
 
-_BACKENDS: dict[Fabric, str] = {"shared": collectives.BACKEND, "gloo": "gloo", "nccl": "nccl"}
+_BACKENDS: dict[Backend, str] = {"shared": collectives.BACKEND, "gloo": "gloo", "nccl": "nccl"}
 
 
-def join(context: RankContext, fabric: Fabric) -> torch.device:
+def join(context: RankContext, backend: Backend) -> torch.device:
     device = torch.device("cpu")
-    if fabric == "nccl":
+    if backend == "nccl":
         assert context.device is not None, "NCCL needs a device for every rank"
         device = torch.device("cuda", context.device)
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")
-    elif fabric == "shared":
+    elif backend == "shared":
         collectives.FABRIC.connect(context.folder)
     elif context.rendezvous == IN_FOLDER:
         # All ranks are on this node. gloo would take the interface that the name of the machine resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout_s = context.deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else context.deadline_s + AFTER_DEADLINE_S
+    timeout_s = context.deadline_s * NCCL_GIVES_UP_AFTER if backend == "nccl" else context.deadline_s + AFTER_DEADLINE_S
     dist.init_process_group(
-        _BACKENDS[fabric],
+        _BACKENDS[backend],
         store=open_store(context),
         rank=context.rank,
         world_size=context.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if fabric == "nccl" else None,
+        device_id=device if backend == "nccl" else None,
     )
     return device
 

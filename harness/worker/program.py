@@ -1,6 +1,6 @@
 """What a rank does with a request to train a case: request in, trace out. Preloaded once, called in every rank.
 
-The warm-up trains once on a loopback fabric, so that lazy imports and first-call costs are paid before the fork. It
+The warm-up trains once on a loopback backend, so that lazy imports and first-call costs are paid before the fork. It
 clears the caches that ranks must not inherit: DTensor's sharding and redistribution caches are keyed by meshes, whose
 equality ignores process groups, so every rank would reuse the plans of rank 0.
 """
@@ -78,7 +78,7 @@ def preload(options: Mapping[str, str]) -> None:
 
 
 def _check_source(name: str, options: Mapping[str, str]) -> None:
-    """Raises RuntimeError where the module has another source than on the machine that runs the controller."""
+    """Raise RuntimeError where the module has another source than on the machine that runs the controller."""
     asked = options.get("source")
     if asked and module_digest(name, options.get("path", "").split(os.pathsep)) != asked:
         raise RuntimeError(
@@ -98,9 +98,9 @@ def rank_main(context: RankContext) -> bytes:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
     compiled = request.case.compile != "none"
     virtual = virtual_device.install(
-        request.fabric, device=request.device, arithmetic=request.arithmetic, compiled=compiled
+        request.backend, device=request.device, arithmetic=request.arithmetic, compiled=compiled
     )
-    device = join(context, request.fabric)
+    device = join(context, request.backend)
     for patch in request.injections:
         PROCESS.phase.begin(f"injection {patch.text}")
         inject(patch)
@@ -112,12 +112,12 @@ def rank_main(context: RankContext) -> bytes:
 
 
 def _parts_of(request: RunRequest) -> tuple[str, ...]:
-    """The private parts without which this request cannot be met. A record that is lost is no reason not to run."""
+    """Return private parts without which this request cannot be met. A record that is lost is no reason not to run."""
     layout = request.case.layout
     needed = {
         internals.COMPILED: request.case.compile != "none",
         internals.ASYNC_TP: layout.async_tp,
-        internals.GLOO: request.device == "cpu" and request.fabric == "gloo",
+        internals.GLOO: request.device == "cpu" and request.backend == "gloo",
         internals.MODULE_TENSORS: bool(request.replayed),
     }
     return tuple(part for part, is_needed in needed.items() if is_needed)

@@ -21,10 +21,10 @@ import pytest
 from harness.cli.main import main
 from harness.running.identity import target_digest
 from harness.running.plan import DEFAULT_PROGRAM
-from tests.zygotes import Zygotes
+from tests.fork_servers import ForkServers
 
 if TYPE_CHECKING:
-    from tests.zygotes import Zygotes
+    from tests.fork_servers import ForkServers
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -47,11 +47,11 @@ axes = {recipe = "bf16", steps = 3, loss_tolerance = 0.05}
 
 @dataclass
 class Command:
-    """Runs `fp8-harness` in a project folder of its own. `zygotes`: what `call` forks ranks from; None: its own."""
+    """Runs `fp8-harness` in a project folder of its own. `fork_servers`: what `call` forks ranks from, or None."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
-    zygotes: Zygotes | None = None
+    fork_servers: ForkServers | None = None
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
@@ -78,9 +78,9 @@ class Command:
         target_digest.cache_clear()  # a test may change its target between two runs
         with TemporaryFile("w+", 1) as out, TemporaryFile("w+", 1) as err, ExitStack() as here:
             here.enter_context(patch.dict(os.environ, self.environment_of_runs(), clear=True))
-            if self.zygotes is not None:
-                borrowed = partial(self.zygotes.lend, environment=self.environment)
-                here.enter_context(patch("harness.running.executor.ZygoteEngine", borrowed))
+            if self.fork_servers is not None:
+                borrowed = partial(self.fork_servers.lend, environment=self.environment)
+                here.enter_context(patch("harness.running.executor.ForkServerEngine", borrowed))
             with chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
                 code = main(arguments)
             out.seek(0)
@@ -157,38 +157,38 @@ def empty_project(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) -> Path:
+def template(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Path:
     """The folder of a project with one tier `smoke` and its goldens."""
-    command = Command(empty_project(tmp_path_factory.mktemp("template")), zygotes=zygotes)
+    command = Command(empty_project(tmp_path_factory.mktemp("template")), fork_servers=fork_servers)
     command.tier("smoke", CASES)
     done = command.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "first")
     assert done.returncode == 0, done.stdout + done.stderr
     return command.folder
 
 
-def copied(template: Path, folder: Path, zygotes: Zygotes) -> Command:
+def copied(template: Path, folder: Path, fork_servers: ForkServers) -> Command:
     for name in ("cases", "golden"):
         shutil.copytree(template / name, folder / name)
-    return Command(folder, zygotes=zygotes)
+    return Command(folder, fork_servers=fork_servers)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, template: Path, zygotes: Zygotes) -> Command:
+def shared(tmp_path_factory: pytest.TempPathFactory, template: Path, fork_servers: ForkServers) -> Command:
     """One project for the tests of a file that do not change it."""
-    return copied(template, tmp_path_factory.mktemp("shared"), zygotes)
+    return copied(template, tmp_path_factory.mktemp("shared"), fork_servers)
 
 
 @pytest.fixture
-def project(tmp_path: Path, template: Path, zygotes: Zygotes) -> Command:
+def project(tmp_path: Path, template: Path, fork_servers: ForkServers) -> Command:
     """A project of the test's own."""
-    return copied(template, tmp_path, zygotes)
+    return copied(template, tmp_path, fork_servers)
 
 
 @pytest.fixture(scope="module")
-def warm(zygotes: Zygotes) -> Iterator[Zygotes]:
-    """The zygotes of runs in this process; those of a file's own targets end with it."""
-    yield zygotes
-    zygotes.forget_targets()
+def warm(fork_servers: ForkServers) -> Iterator[ForkServers]:
+    """The fork servers of runs in this process; those of a file's own targets end with it."""
+    yield fork_servers
+    fork_servers.forget_targets()
 
 
 TARGETS = Path(__file__).parents[1] / "targets"
@@ -211,9 +211,9 @@ class Inside(Command):
         return self.call(*arguments)
 
 
-def with_targets(folder: Path, zygotes: Zygotes, *names: str) -> Inside:
+def with_targets(folder: Path, fork_servers: ForkServers, *names: str) -> Inside:
     """A project with these files of `tests/targets` in it, run on the real ranks."""
     empty_project(folder)
     for name in names:
         (folder / name).write_text((TARGETS / name).read_text())
-    return Inside(folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, zygotes=zygotes)
+    return Inside(folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, fork_servers=fork_servers)

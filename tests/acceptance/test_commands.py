@@ -143,7 +143,7 @@ def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "lost-rows" in line]
     assert line.startswith("left out: fsdp2-rowwise-")
-    assert line.endswith("known fault lost-rows: It is lost-rows.")
+    assert line.endswith("known issue lost-rows: It is lost-rows.")
     evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
     assert {sample["layout"] for sample in evidence["samples"]} == {"single"}
     nothing = project.call(*measure, "--select", "dp_shard=2")
@@ -160,14 +160,14 @@ def test_version(shared: Command) -> None:
 
 
 def test_the_cache_is_listed_and_cleared(project: Command) -> None:
-    folder = project.folder / "state" / "witnesses"
+    folder = project.folder / "state" / "references"
     kept = folder / "ab.msgpack"
     folder.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(b"x" * 2_000_000)
     assert any(
-        line.startswith("witnesses") and "2.0 MB" in line for line in project.call("runs", "list").stderr.splitlines()
+        line.startswith("references") and "2.0 MB" in line for line in project.call("runs", "list").stderr.splitlines()
     )
-    assert "witnesses removed: 1," in project.call("runs", "remove", "--witnesses").stdout
+    assert "references removed: 1," in project.call("runs", "remove", "--references").stdout
     assert not kept.exists()
     assert "0.0 MB" in project.call("runs", "list").stderr
 

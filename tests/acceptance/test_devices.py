@@ -36,7 +36,7 @@ def test_a_run_on_two_devices_is_one_run(on_gpus: Command) -> None:
         ("cpu", False),
     ]
     assert all("--device" not in case["command"] for case in cases)
-    assert start["environment"]["device"] == f"2 x {RTX}, cpu" and end["provenance"]["engine"] == "zygote"
+    assert start["environment"]["device"] == f"2 x {RTX}, cpu" and end["provenance"]["launcher"] == "fork"
     assert LINE in on_gpus.call("show", "a").stdout
     assert on_gpus.call("run", "mixed", "--name", "b").returncode == 0
     assert on_gpus.call("compare", "a", "b").returncode == 0

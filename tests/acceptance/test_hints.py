@@ -23,7 +23,7 @@ CPU = ("--device", "cpu")
 OTHERS = 'recipe = "rowwise", dp_shard = 2, steps = 3'
 PASSES = f"{OTHERS}, loss_tolerance = 0.05"
 
-NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
+NO_COMMANDS = {"fp8-harness fork server", "fp8-harness on both sides"}
 REMARKS = {
     "fp8-harness dev tier",
     "fp8-harness explain --list",
@@ -199,7 +199,7 @@ def broken_version(project: Command) -> str:
         wheel(wheels, version, package="torchtitan")
     words = ("--env", "9.0=9.0", "--env", "9.1=9.1", "--index", "wheels")
     done = project.call("compare", "--versions", "torchtitan=9.0,9.1", "mine", *words)
-    lines = done.stdout.partition("what moved, by cause (torchtitan 9.0 -> 9.1)")[2].splitlines()
+    lines = done.stdout.partition("changes by cause (torchtitan 9.0 -> 9.1)")[2].splitlines()
     return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
 
 

@@ -97,7 +97,7 @@ class Session(NamedTuple):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """Run all of them in one process of pytest, and so on ranks of one zygote."""
+    """Run all of them in one process of pytest, and so on ranks of one fork server."""
     folder = tmp_path_factory.mktemp("stranger")
     page = (REPOSITORY / "docs" / "library.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

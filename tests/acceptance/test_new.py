@@ -62,7 +62,7 @@ def test_a_refusal_is_announced(project: Command) -> None:
     options = ("--recipe", "tensorwise", "--tp", "2", "--set", "output_layer=true", "--vocab-size", "2256")
     done = project.call("new", "refused.toml", *options)
     assert done.returncode == 0
-    assert "it must be refused: " in done.stdout and "not a multiple of 16" in done.stdout
+    assert "expected error: " in done.stdout and "not a multiple of 16" in done.stdout
 
 
 @pytest.mark.parametrize(

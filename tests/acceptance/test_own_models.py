@@ -16,9 +16,9 @@ from harness.checks.reported import OTHER_LOSS
 from harness.checks.traffic import REDUCE_DTYPE
 from tests.acceptance.conftest import Inside, with_targets
 from tests.builders import sentence
+from tests.fork_servers import ForkServers
 from tests.lines import read_run
 from tests.worker.runs import sweep
-from tests.zygotes import Zygotes
 
 # `variants.py` says which model each of them is about.
 STYLED = "target.variants-tp2-tensorwise-tpstyle.fp8-v2048-s2-seed1-f64"
@@ -36,7 +36,7 @@ KEPT = "target.variants-single-tensorwise-v2048-s3-lr0.004-seed5-f32-tol.0.004"
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: ForkServers) -> Inside:
     """A project with this target in it, run on the real ranks."""
     return with_targets(tmp_path_factory.mktemp("models"), warm, "toy.py", "variants.py")
 

@@ -27,7 +27,7 @@ from tests.acceptance.conftest import CASES, REPOSITORY, Command
 from tests.acceptance.documents import changed, steps
 from tests.builders import sentence
 from tests.commands import understood
-from tests.zygotes import Zygotes
+from tests.fork_servers import ForkServers
 
 DOCS, README = REPOSITORY / "docs", (REPOSITORY / "README.md").read_text()
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("plugins/*.md")])
@@ -69,12 +69,12 @@ def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
 
 
-def test_the_readme_shows_a_failure_as_it_is_printed(tmp_path: Path, warm: Zygotes) -> None:
+def test_the_readme_shows_a_failure_as_it_is_printed(tmp_path: Path, warm: ForkServers) -> None:
     """With torch: where this fails, put into README.md what it prints."""
     (block,) = re.findall(r"^```\n\$ (fp8-harness .*?)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
     text, shown = block
     assert text in commands("index.md"), "the first page has the same command"
-    done = Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, zygotes=warm).printed(text)
+    done = Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, fork_servers=warm).printed(text)
     assert done.returncode == 1 and " ".join(shown.split()) in " ".join(done.stdout.split()), done.stdout
 
 

@@ -1,4 +1,4 @@
-"""`--engine ray` on a cluster whose nodes are processes of this machine: losses, other runs, refusals."""
+"""`--launcher ray` on a cluster whose nodes are processes of this machine: losses, other runs, refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cluster() -> Iterator[Any]:
 
 
 def words(cluster: Any, *more: str) -> tuple[str, ...]:
-    return ("--engine", "ray", "--address", cluster.address, *more)
+    return ("--launcher", "ray", "--address", cluster.address, *more)
 
 
 def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
@@ -69,11 +69,11 @@ def test_two_runs_share_a_cluster_and_the_one_that_is_killed_leaves_no_ranks(pro
     done = project.run("run", "smoke", *words(cluster, "--slots", "1", "--json", str(out)))
     assert done.returncode == 0 and "(1 slot)" in done.stderr, done.stdout + done.stderr
     document = read_run(out)
-    assert document["provenance"]["engine"] == "ray"
+    assert document["provenance"]["launcher"] == "ray"
     assert [case["verdict"] for case in document["cases"]] == ["passed"] * 4
     nodes = [len(set(case["attempts"][0]["nodes"])) for case in document["cases"]]
     assert nodes == [case["world_size"] for case in document["cases"]] == [1, 2, 2, 1]
-    assert document["cases"][0]["command"].endswith(f"--engine ray --address {cluster.address}")
+    assert document["cases"][0]["command"].endswith(f"--launcher ray --address {cluster.address}")
     started = wait_for_ranks(2)
     assert hanging.poll() is None
     hanging.kill()
@@ -83,7 +83,7 @@ def test_two_runs_share_a_cluster_and_the_one_that_is_killed_leaves_no_ranks(pro
 
 
 def wait_for_ranks(nodes: int) -> list[psutil.Process]:
-    """The zygote and the rank of each of these nodes, once they are there."""
+    """The fork server and the rank of each of these nodes, once they are there."""
     give_up_s = time.monotonic() + 60
     while len(started := _of_program()) < 2 * nodes:
         assert time.monotonic() < give_up_s, "the ranks did not start"
@@ -96,7 +96,7 @@ def test_sixteen_ranks_on_two_nodes_compute_what_one_rank_does(project: Command,
     """With torch, over gloo."""
     project.environment["FP8_HARNESS_PROGRAM"] = "harness.worker.main"
     out = project.folder / "result.json"
-    given = words(cluster, "--slots", "8", "--fabric", "gloo", "--json", str(out))
+    given = words(cluster, "--slots", "8", "--backend", "gloo", "--json", str(out))
     done = project.run("run", "fsdp8-tp2-rowwise-v2048-s2-f64", *given, timeout_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = read_run(out)["cases"]
@@ -164,7 +164,7 @@ def test_a_node_that_dies_costs_its_cases_one_attempt(project: Command, cluster:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "head", "ray://127.0.0.1:10001"])
 def test_an_address_without_a_cluster_is_told_at_once(project: Command, address: str) -> None:
     started_s = time.monotonic()
-    done = project.call("run", "smoke", "--engine", "ray", "--address", address)
+    done = project.call("run", "smoke", "--launcher", "ray", "--address", address)
     assert done.returncode == 2 and f"--address {address}: " in done.stderr and "Fix: " in done.stderr
     assert time.monotonic() - started_s < 30  # Ray tries for minutes
 
@@ -172,16 +172,16 @@ def test_an_address_without_a_cluster_is_told_at_once(project: Command, address:
 def test_something_else_that_listens_there_is_told_in_seconds(project: Command) -> None:
     project.environment |= {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "1"}
     with socket.create_server(("0.0.0.0", 0)) as server:
-        done = project.run("run", "smoke", "--engine", "ray", "--address", f"127.0.0.1:{server.getsockname()[1]}")
+        done = project.run("run", "smoke", "--launcher", "ray", "--address", f"127.0.0.1:{server.getsockname()[1]}")
     assert done.returncode == 2 and "the Ray cluster refuses" in done.stderr and "RAY_AUTH_MODE=token" in done.stderr
 
 
 def test_an_address_is_for_ray(project: Command) -> None:
     done = project.call("run", "smoke", "--address", "auto")
-    assert done.returncode == 2 and "it is for --engine ray" in done.stderr
+    assert done.returncode == 2 and "it is for --launcher ray" in done.stderr
 
 
 def test_without_ray_the_extra_is_named(project: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    done = project.call("run", "smoke", "--engine", "ray")
+    done = project.call("run", "smoke", "--launcher", "ray")
     assert done.returncode == 2 and "pip install 'fp8-harness[cluster]'" in done.stderr, done.stderr

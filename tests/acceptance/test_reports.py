@@ -10,22 +10,22 @@ import pytest
 
 from tests.acceptance.conftest import Inside
 from tests.acceptance.fake_program import RAISES
+from tests.fork_servers import ForkServers
 from tests.lines import lines_of, read_run, tree
-from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 
 @pytest.fixture
-def project(project: Command, warm: Zygotes) -> Inside:
-    return Inside(project.folder, zygotes=warm)
+def project(project: Command, warm: ForkServers) -> Inside:
+    return Inside(project.folder, fork_servers=warm)
 
 
 @pytest.fixture(scope="module")
-def ran(shared: Command, warm: Zygotes) -> Inside:
+def ran(shared: Command, warm: ForkServers) -> Inside:
     """A project in which a tier ran under a name, and then a case that raises."""
-    folder, shared = shared.folder, Inside(shared.folder, zygotes=warm)
+    folder, shared = shared.folder, Inside(shared.folder, fork_servers=warm)
     done = shared.run("run", "smoke", "--name", "release", "--html", str(folder / "run.html"), "--json", "run.json")
     assert done.returncode == 0, done.stderr
     shared.planted("raises", RAISES)

@@ -16,8 +16,8 @@ from harness.checks.failures import STUCK
 from harness.checks.judge import CHECKS
 from tests.acceptance.conftest import Inside
 from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, ONE_CALL, RAISES
+from tests.fork_servers import ForkServers
 from tests.lines import read_run, tree
-from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -26,14 +26,14 @@ CPU = ("--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def common(shared: Command, warm: Zygotes) -> Inside:
+def common(shared: Command, warm: ForkServers) -> Inside:
     """The project of tests that do not change it."""
-    return Inside(shared.folder, zygotes=warm)
+    return Inside(shared.folder, fork_servers=warm)
 
 
 @pytest.fixture
-def project(project: Command, warm: Zygotes) -> Inside:
-    return Inside(project.folder, zygotes=warm)
+def project(project: Command, warm: ForkServers) -> Inside:
+    return Inside(project.folder, fork_servers=warm)
 
 
 def test_good_run(project: Inside, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -170,7 +170,7 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     process.communicate(timeout=30)
     elsewhere = project.folder / "cases" / "deep"
     elsewhere.mkdir()
-    again = Inside(elsewhere, {"FP8_HARNESS_STATE": str(project.folder / "state")}, zygotes=project.zygotes)
+    again = Inside(elsewhere, {"FP8_HARNESS_STATE": str(project.folder / "state")}, fork_servers=project.fork_servers)
     done = again.run("run", "--lf", "-x")
     patch = project.folder.resolve() / "patch.py"
     assert f"note: repeats --device cpu --timeout-s 77 --inject {patch}:apply of the last run." in done.stderr
@@ -212,11 +212,11 @@ def test_full_disk_for_json_loses_nothing(common: Inside) -> None:
 
 def test_torchrun_engine_is_chosen(project: Inside) -> None:
     out = project.folder / "result.json"
-    arguments = ("--select", "dp_shard=2", "--engine", "torchrun", "--keep-logs", "logs", "--json", str(out))
+    arguments = ("--select", "dp_shard=2", "--launcher", "torchrun", "--keep-logs", "logs", "--json", str(out))
     done = project.run("run", "smoke", *CPU, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     document = read_run(out)
-    assert document["provenance"]["engine"] == "torchrun"
+    assert document["provenance"]["launcher"] == "torchrun"
     assert [case["verdict"] for case in document["cases"]] == ["passed"]
     assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
 

@@ -8,8 +8,8 @@ import pytest
 
 from harness.checks.metamorphic import EXECUTED, MEMORY
 from tests.acceptance.conftest import Inside
+from tests.fork_servers import ForkServers
 from tests.lines import read_run
-from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -19,12 +19,12 @@ UPDATE = ("baseline", "update", "--signatures", "mine", "--device", "cpu", "--re
 
 
 @pytest.fixture
-def mine(project: Command, warm: Zygotes) -> Inside:
+def mine(project: Command, warm: ForkServers) -> Inside:
     """The project with a tier of one case that a module of the user trains."""
     (project.folder / "mine.py").write_text("from harness.worker.targets.reference.build import build as build\n")
     axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, target = "mine"'
     project.cases("mine", axes)
-    return Inside(project.folder, zygotes=warm)
+    return Inside(project.folder, fork_servers=warm)
 
 
 def result(project: Inside, *options: str) -> tuple[int, dict[str, Any]]:
@@ -37,7 +37,7 @@ def result(project: Inside, *options: str) -> tuple[int, dict[str, Any]]:
 def test_without_a_signature_the_check_is_not_judged_by_name(mine: Inside) -> None:
     done = mine.run("run", "mine", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 signature not recorded: what these cases send and keep is not judged." in done.stderr
+    assert "1 signature not recorded, so traffic and memory there are not checked." in done.stderr
     assert "signature in 1 case: no signature is recorded; `fp8-harness baseline update --signatures" in done.stdout
     check = mine.run("baseline", "check", "mine")
     assert check.returncode == 1 and f"\nmissing: {CASE}\n" in check.stdout

@@ -55,7 +55,7 @@ WORKER_MAY_ALSO_READ |= {"harness.engine.linux", "harness.engine.processes", "ha
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}  # and the commands of plug-ins
 # Processes of their own.
 PROGRAMS = {
-    "harness.engine.zygote",
+    "harness.engine.fork_server",
     "harness.engine.torchrun",
     "harness.plugins.bugs.worker.exported",
 }

@@ -83,7 +83,7 @@ def test_every_fault_is_found_and_no_clean_run_fails() -> None:
 def test_faults_are_found_and_the_clean_run_passes(executor: Executor, host: str, names: str) -> None:
     project, faults = find_project(), tuple(all_faults()[name] for name in names.split())
     hosts = hosts_among(project, faults, Query(sources=(host,)), at_most=1)
-    plan = make_plan(device="cpu", fabric="gloo")
+    plan = make_plan(device="cpu", backend="gloo")
     matrix = run_mutations(project, faults, hosts, plan, SilentProgress(), executor=executor)
     assert len(matrix.trials) == len(faults)
     assert_all_found(matrix)

@@ -189,9 +189,9 @@ def explained(case: Case, run: Run, golden: float = 8.0, solo: float = 8.0) -> s
 def test_losses_of_each_rank_are_told_from_a_wrong_mean_and_from_a_wrong_reference() -> None:
     case = make_case(dp_shard=2, steps=1)
     own = with_step(make_run(case, losses=[7.0]), 1, 1, loss=9.0)
-    assert "a loss of its own batch; the mean over ranks is the reference's loss" in explained(case, own)
+    assert "the loss of its local batch: the mean over ranks equals the reference" in explained(case, own)
     shares = with_step(make_run(case, losses=[3.0]), 1, 1, loss=5.0)
-    assert "the sum over ranks is the reference's loss" in explained(case, shares)
+    assert "the sum over ranks equals the reference" in explained(case, shares)
     assert "2 times the reference's: summed over ranks" in explained(case, make_run(case, losses=[16.0]))
     assert explained(case, make_run(case, losses=[8.3])) == ""
     text = explained(case, make_run(case, losses=[8.0]), solo=16.0)
@@ -260,7 +260,7 @@ def test_only_parameters_of_one_kind_under_tp_are_reduced_otherwise_over_tp() ->
     assert over_tp not in explained_gradients(case, 1, 2, 2, tp="c")  # one kind and the other
     assert over_tp not in explained_gradients(case, 2, 2, 1.3)  # a loss that is doubled, and a gradient that rounds
     assert "every gradient but 1 is 2 times" in explained_gradients(case, 2, 2, 1.3)
-    assert "shard them by fully_shard" in explained_gradients(make_case(dp_shard=2, steps=1), 1, 2, 1)
+    assert "shard them with fully_shard" in explained_gradients(make_case(dp_shard=2, steps=1), 1, 2, 1)
     assert explained_gradients(make_case(dp_shard=2, tp=2, steps=1), 1, 2, 1).endswith("FIX ")
 
 

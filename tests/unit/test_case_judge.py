@@ -244,7 +244,7 @@ def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
     judgement = of_fixed.judge(RELATED, run, "ok")
     assert "metamorphic" not in judgement.checks
     reasons = {skipped.check: skipped.reason for skipped in judgement.not_judged}
-    assert reasons["metamorphic"].startswith("judged in the second run")
+    assert reasons["metamorphic"].startswith("checked in the second run")
     assert PARTNER in roles(of_fixed.needs(RELATED, run, NONE, of_fixed.fixes(RELATED)))
     seen_by_it = replace(KNOWN, fix="x.py:apply", requires=(Symptom(rule="metamorphic/*"),))
     assert PARTNER in roles(judge(RELATED, known=(seen_by_it,)).needs(RELATED, run))

@@ -33,7 +33,7 @@ def check(*ends: RankFailure | RankTrace, refusal: Refusal | None = REFUSAL) -> 
 
 def test_a_refusal_on_every_rank_and_a_run_that_trains_as_it_should_have_no_findings() -> None:
     assert check(failure(0), failure(1)) == []
-    assert check(failure(0, "SIGKILL", kind="signalled", consequence=True), failure(1)) == []
+    assert check(failure(0, "SIGKILL", kind="signaled", consequence=True), failure(1)) == []
     assert check(trace(0), trace(1), refusal=None) == []
 
 
@@ -55,7 +55,7 @@ def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
     [
         failure(1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         failure(1, "RuntimeError: Expected self.size(1) to be divisible by 16, but got self.size(1)=1128"),
-        failure(1, "SIGSEGV", kind="signalled"),
+        failure(1, "SIGSEGV", kind="signaled"),
         failure(1, MESSAGE, kind="garbled"),
         failure(1, "", kind="stuck"),
     ],
@@ -63,7 +63,7 @@ def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
 def test_failing_differently_is_found_with_what_was_expected(other: RankFailure) -> None:
     (finding,) = check(failure(0), other)
     assert (finding.rule, finding.rank, finding.values["refusal"]) == (fp8_on.OTHER_ERROR.name, 1, REFUSAL.name)
-    assert (finding.values["pattern"], finding.expected) == (REFUSAL.pattern, f"refused: {REFUSAL.reason}")
+    assert (finding.values["pattern"], finding.expected) == (REFUSAL.pattern, f"an error: {REFUSAL.reason}")
     assert finding.found == f"{other.kind}: {other.message}"
 
 
@@ -89,7 +89,7 @@ def test_other_failures_are_not_its_business(message: str) -> None:
     assert check(failure(0, MESSAGE, consequence=True), refusal=None) == []
 
 
-@given(st.permutations([failure(0), failure(1, "SIGSEGV", kind="signalled"), trace(0), failure(0, "x")]))
+@given(st.permutations([failure(0), failure(1, "SIGSEGV", kind="signaled"), trace(0), failure(0, "x")]))
 def test_the_order_of_ranks_does_not_matter(ends: list[RankFailure | RankTrace]) -> None:
     assert set(check(*ends)) == set(check(*reversed(ends)))
 

@@ -294,7 +294,9 @@ def test_a_gradient_of_equal_operands_says_what_is_left_only_where_they_were_com
     run, witness = (with_matmuls(side, gemm=gemm) for side in runs(of))
     returned, *_ = with_operands([finding], of, with_matmuls(run, **change), witness)
     assert bool(returned.notes) is noted
-    assert not noted or returned.notes[0].startswith("2 weight-gradient matmuls have the operands")
+    assert not noted or returned.notes[0].startswith(
+        "2 weight-gradient matmuls have operands that are bitwise identical"
+    )
     lacking = run_of(run.traces[0], *without_matmuls(run).traces[1:])
     assert with_operands([finding], of, lacking, witness)[0] == finding
     other = case(Layout(tp=2))
@@ -323,7 +325,7 @@ def test_attention_is_named_where_the_linears_before_match(layout: Layout, share
     (finding,) = with_operands((), of, changed(run, 0, step=1, fqn=FQNS[1], data_digest="x"), witness)
     assert bool(finding.notes) is compared
     if compared:
-        assert finding.notes[0].startswith("wq: 1 matmul agrees; between them and wk are RoPE")
+        assert finding.notes[0].startswith("wq: 1 matmul agrees, so check what is between them and wk: RoPE")
         assert ("what ranks 0-1 send each other" in finding.notes[0]) is shared
     (first,) = with_operands((), of, changed(run, 0, step=1, fqn=FQNS[0], data_digest="x"), witness)
     assert first.notes == ()
@@ -360,7 +362,7 @@ def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_an
     later = with_casts(run, second, rank=1)
     (finding,) = with_operands((), of, later, witness)
     assert (finding.rank, finding.values["microbatch"]) == (1, 2)
-    assert finding.notes[0] == "it comes from stage 0 on rank 0, where 1 forward matmul agrees"
+    assert finding.notes[0] == "stage 0 on rank 0 sent it, where 1 forward matmul agrees"
     (both,) = with_operands((), of, with_casts(later, second, rank=0), witness)
     assert (both.rank, both.notes) == (0, ())
 

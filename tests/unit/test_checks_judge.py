@@ -302,7 +302,7 @@ def test_traces_come_back_as_they_were_recorded_and_nan_as_nan() -> None:
     assert repr(run.traces[0].steps[0].loss) == "nan"
 
 
-@pytest.mark.parametrize("status", ["raised", "exited", "signalled", "stuck", "stopped"])
+@pytest.mark.parametrize("status", ["raised", "exited", "signaled", "stuck", "stopped"])
 def test_other_ends_are_failures_with_their_last_output(status: RankStatus) -> None:
     rank = RankOutcome(
         rank=3, status=status, message="m", traceback="tb\n", phase="build", consequence=True, log_tail="last words\n"

@@ -241,8 +241,8 @@ def test_replicas_that_differ_are_found() -> None:
 @pytest.mark.parametrize(
     ("parts", "note"),
     [
-        ((0.25, 0.75), "the sum over tp of ranks 0-1 is the reference: not reduced over tp"),
-        ((0.5, 1.5), "the mean over tp of ranks 0-1 is the reference: not reduced over tp"),
+        ((0.25, 0.75), "the sum over tp of ranks 0-1 equals the reference: it is not reduced over tp"),
+        ((0.5, 1.5), "the mean over tp of ranks 0-1 equals the reference: it is not reduced over tp"),
         ((1.0, 1.5), None),
         ((1.0, 1.002), None),  # a little off: the mean is close to the reference, as each of them is
         ((0.999, 1.001), None),
@@ -266,7 +266,7 @@ def test_without_a_witness_or_a_tolerance_nothing_passes() -> None:
     (no_solo,) = check(run(), None)
     (no_tolerance,) = check(run(), solo(), allowed=None)
     assert (no_solo.rule, no_solo.judged) == (NO_REFERENCE.name, False)
-    assert "single-rank reference (solo witness)" in str(no_solo.values["who"])
+    assert "single-rank reference" in str(no_solo.values["who"])
     assert (no_tolerance.rule, no_tolerance.judged) == (NO_TOLERANCE.name, False)
     assert no_tolerance.values["why"] == NONE_DERIVED
 
@@ -281,7 +281,7 @@ def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to_and_nan_i
 @pytest.mark.parametrize(
     ("digests", "words"),
     [
-        (("one", "zero"), "those of data-parallel rank 1"),
+        (("one", "zero"), "tokens of data-parallel rank 1"),
         (("other", "one"), "tokens of no data-parallel rank"),
         ((None, "one"), "tokens of no data-parallel rank"),
     ],
@@ -301,7 +301,7 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
     assert trained("zero", "one") == []
     (finding,) = trained(*digests)
     assert (finding.rule, finding.rank) == (TOKENS.name, 0)
-    assert (finding.expected, finding.found) == ("those of data-parallel rank 0", words)
+    assert (finding.expected, finding.found) == ("tokens of data-parallel rank 0", words)
 
 
 @pytest.mark.parametrize("norm", [1.1, math.nan, None])
@@ -345,9 +345,9 @@ CASE_RUN = run_of(make_trace(software={"torch": "2.15.0", "torchao": "0.18.0", "
 
 
 def test_it_says_what_was_raised_where_and_with_which_versions() -> None:
-    finding = unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", run_of(RAISED), CASE_RUN)
+    finding = unfinished(NO_REFERENCE, "the single-rank reference", run_of(RAISED), CASE_RUN)
     assert (finding.rule, finding.judged) == (NO_REFERENCE.name, False)
-    who, why = "the single-rank reference (solo witness)", ": AttributeError: no setter"
+    who, why = "the single-rank reference", ": AttributeError: no setter"
     assert dict(finding.values) == {"who": who, "why": why}
     assert finding.found is not None
     first, *calls = finding.found.splitlines()

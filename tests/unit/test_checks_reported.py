@@ -194,10 +194,10 @@ def test_any_other_norm_is_found(grad_norm: float, told: float | None, rank: int
     (finding,) = clipped(grad_norm, told, ranks=(rank,))
     assert (finding.rule, finding.step, finding.rank) == (reported.NOT_CLIPPED.name, 1, rank)
     assert (finding.values["max_norm"], repr(finding.values["norm"])) == (0.5, repr(grad_norm))
-    assert ("ranks clip by other norms" in finding.message) == (told not in (None, 0.4))
+    assert ("ranks clip by different norms" in finding.message) == (told not in (None, 0.4))
 
 
 def test_a_norm_of_all_ranks_names_none() -> None:
     (finding,) = clipped(2.0, 2.0, ranks=(0, 1))
     assert (finding.rule, finding.step, finding.rank, finding.ranks) == (reported.NOT_CLIPPED.name, 1, None, ())
-    assert "ranks clip by other norms" not in finding.message
+    assert "ranks clip by different norms" not in finding.message

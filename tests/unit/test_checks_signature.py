@@ -152,7 +152,7 @@ def test_a_llama_is_judged_by_formulas() -> None:
     judgement = judge(llama, RUN, "ok", make_witnesses(llama))
     assert check_signature.name not in judgement.checks
     assert {skipped.reason for skipped in judgement.not_judged if skipped.check == check_signature.name} == {
-        "formulas say what the model sends, multiplies and keeps"
+        "formulas cover what the model sends, multiplies and saves"
     }
 
 

@@ -246,8 +246,8 @@ def test_a_forced_cpu_leaves_gpus_idle_and_says_how_to_verify_them(pretend: Pret
     (case,) = tier("smoke")[:1]
     verify = f"`fp8-harness dev evidence all --device cuda` verifies 8 x {H100}"
     assert end_line([case], planned(device="cpu")) == f"1 on the CPU: --device cpu; {verify}"
-    assert end_line([case], planned(fabric="gloo")) == f"1 on the CPU: --fabric gloo; {verify}"
-    assert planned(fabric="nccl").device == "cuda" and not planned(fabric="nccl").decides
+    assert end_line([case], planned(backend="gloo")) == f"1 on the CPU: --backend gloo; {verify}"
+    assert planned(backend="nccl").device == "cuda" and not planned(backend="nccl").decides
 
 
 def test_gpus_that_can_prove_nothing_are_not_offered(pretend: Pretend) -> None:
@@ -285,7 +285,7 @@ def test_forced_gpus_refuse_what_they_have_not_and_the_fix_works(
 
 def test_forced_gpus_of_unknown_age_are_not_refused() -> None:
     node = replace(make_capacity(8).nodes[0], device="cuda", device_name="GPU")
-    plan = Plan(device="cuda", fabric="nccl", arithmetic="kernel", capacity=replace(make_capacity(8), nodes=(node,)))
+    plan = Plan(device="cuda", backend="nccl", arithmetic="kernel", capacity=replace(make_capacity(8), nodes=(node,)))
     check_fits([make_case(tp=2, recipe="mxfp8", dtype="bfloat16")], plan)
 
 
@@ -296,7 +296,7 @@ def test_forced_gpus_of_unknown_age_are_not_refused() -> None:
         ({"device": "cpu"}, " --device cpu"),
         ({"device": "cuda", "arithmetic": "exact"}, " --device cuda --arithmetic exact"),
         ({"arithmetic": "exact"}, " --arithmetic exact"),
-        ({"fabric": "gloo"}, " --device cpu --fabric gloo"),
+        ({"backend": "gloo"}, " --device cpu --backend gloo"),
     ],
 )
 def test_the_command_of_a_case_has_the_device_where_a_repeat_needs_it(
@@ -341,7 +341,7 @@ def test_every_case_is_in_one_part_and_in_the_order_of_selection(pretend: Preten
     cases = tier("pr")
     parts = planned().parts(cases)
     assert sorted(position for _, own in parts for position in own) == list(range(len(cases)))
-    assert {(plan.device, plan.arithmetic, plan.fabric) for plan, _ in parts} == {
+    assert {(plan.device, plan.arithmetic, plan.backend) for plan, _ in parts} == {
         ("cuda", "kernel", "nccl"),
         ("cuda", "exact", "nccl"),
         ("cpu", "exact", "shared"),
@@ -366,7 +366,7 @@ def test_the_environment_does_not_depend_on_the_cases(pretend: Pretend, tmp_path
     """Shards of a run are merged, and one that was stopped goes on with what is left."""
     pretend("8 x H100")
     both = environment(planned(), tmp_path)
-    assert (both.device, both.fabric, both.architecture) == (f"8 x {H100}, cpu", "nccl, shared", "sm90")
+    assert (both.device, both.backend, both.architecture) == (f"8 x {H100}, cpu", "nccl, shared", "sm90")
     assert environment(planned(device="cuda"), tmp_path).device == H100
     assert environment(planned(device="cpu"), tmp_path).device == "cpu"
 

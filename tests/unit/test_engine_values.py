@@ -89,7 +89,7 @@ def test_first_in_time_is_the_cause_in_a_hang_nobody_and_infra_outranks_everythi
 
 def test_a_death_outranks_a_raise_just_before_it() -> None:
     raised = make_rank(0, "raised", 1.0)
-    for status in ("exited", "signalled"):
+    for status in ("exited", "signaled"):
         assert first_failure((raised, make_rank(1, status, 1.0 + 0.9 * DEATH_LEAD_S))) != raised
         assert first_failure((raised, make_rank(1, status, 1.0 + 1.1 * DEATH_LEAD_S))) == raised
 
@@ -97,7 +97,7 @@ def test_a_death_outranks_a_raise_just_before_it() -> None:
 def test_shares_are_joined_and_missing_ranks_are_never_ok() -> None:
     job = Job(job_id="job", world_size=3, payload=b"", deadline_s=5)
     first = ShareOutcome(ranks=(make_rank(1, "raised", 2.0), make_rank(0, "returned")), wall_s=3, cpu_s=1, detected_s=2)
-    second = ShareOutcome(ranks=(make_rank(2, "signalled", 1.0),), wall_s=2, cpu_s=2, detected_s=1)
+    second = ShareOutcome(ranks=(make_rank(2, "signaled", 1.0),), wall_s=2, cpu_s=2, detected_s=1)
     outcome = conclude(job, [first, second])
     assert (outcome.status, outcome.wall_s, outcome.cpu_s, outcome.detected_s) == ("crash", 3, 3, 1)
     assert [(rank.rank, rank.consequence) for rank in outcome.ranks] == [(0, False), (1, True), (2, False)]
@@ -106,7 +106,7 @@ def test_shares_are_joined_and_missing_ranks_are_never_ok() -> None:
     assert (outcome.status, outcome.message) == ("infra", "only 2 of 3 ranks were started")
 
 
-@given(st.lists(st.sampled_from(["returned", "raised", "exited", "signalled", "stuck", "stopped"]), min_size=1))
+@given(st.lists(st.sampled_from(["returned", "raised", "exited", "signaled", "stuck", "stopped"]), min_size=1))
 def test_every_failure_has_a_culprit_and_no_failure_has_a_payload(statuses: list[RankStatus]) -> None:
     outcome = judge(*(make_rank(rank, status) for rank, status in enumerate(statuses)))
     failed = [rank for rank in outcome.ranks if rank.status != "returned"]
@@ -145,16 +145,21 @@ def test_ranks_speak_utf8_whatever_the_locale_of_the_user(monkeypatch: pytest.Mo
     assert done.stdout.strip().lower() == "utf-8"
 
 
-def ending(status: JobStatus, *, zygote_lost: bool = False, out_of_memory: bool = False) -> JobOutcome:
+def ending(status: JobStatus, *, fork_server_lost: bool = False, out_of_memory: bool = False) -> JobOutcome:
     message = "" if status == "ok" else f"{status}!"
     return JobOutcome(
-        job_id="j", status=status, ranks=(), message=message, zygote_lost=zygote_lost, out_of_memory=out_of_memory
+        job_id="j",
+        status=status,
+        ranks=(),
+        message=message,
+        fork_server_lost=fork_server_lost,
+        out_of_memory=out_of_memory,
     )
 
 
 OK, CRASH, INFRA = ending("ok"), ending("crash"), ending("infra")
-LOST = ending("infra", zygote_lost=True)
-KILLED = ending("infra", zygote_lost=True, out_of_memory=True)
+LOST = ending("infra", fork_server_lost=True)
+KILLED = ending("infra", fork_server_lost=True, out_of_memory=True)
 
 
 @pytest.mark.parametrize(

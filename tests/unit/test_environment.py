@@ -72,7 +72,7 @@ def test_it_is_the_same_twice_and_names_what_is_there(plan: Plan, tmp_path: Path
     current = environment(plan, tmp_path)
     assert current == environment(plan, tmp_path)
     assert {"fp8-harness", "numpy", "python"} <= current.packages.keys()
-    assert (current.device, current.driver, current.engine, current.fabric) == ("cpu", "", "zygote", "shared")
+    assert (current.device, current.driver, current.launcher, current.backend) == ("cpu", "", "fork", "shared")
     assert current.threads > 0 and current.commit == "unknown"
     assert str(tmp_path) not in repr(current)
 

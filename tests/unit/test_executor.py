@@ -65,7 +65,7 @@ def test_what_ranks_are_forked_from_follows_the_target_and_the_cases(tmp_path: P
 
 def test_other_nodes_must_have_the_same_target(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def build(): ...")
-    plan, case = Plan(engine="ray"), make_case(target="mine")
+    plan, case = Plan(launcher="ray"), make_case(target="mine")
     first = asked(plan, case, tmp_path).preload["source"]
     (tmp_path / "mine.py").write_text("def build(): return 1")
     assert first and asked(plan, case, tmp_path).preload["source"] != first
@@ -75,10 +75,10 @@ def test_other_nodes_must_have_the_same_target(tmp_path: Path) -> None:
     ("options", "axes", "one_node"),
     [
         ({"device": "cpu"}, {}, True),
-        ({"device": "cpu", "fabric": "gloo"}, {}, False),
-        ({"device": "cuda", "fabric": "nccl"}, {}, False),
-        ({"device": "cuda", "fabric": "nccl", "engine": "torchrun"}, {}, False),
-        ({"device": "cuda", "fabric": "nccl"}, {"resume": "same"}, True),
+        ({"device": "cpu", "backend": "gloo"}, {}, False),
+        ({"device": "cuda", "backend": "nccl"}, {}, False),
+        ({"device": "cuda", "backend": "nccl", "launcher": "torchrun"}, {}, False),
+        ({"device": "cuda", "backend": "nccl"}, {"resume": "same"}, True),
     ],
 )
 def test_nodes_divide_what_shares_neither_memory_nor_files(

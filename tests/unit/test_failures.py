@@ -27,7 +27,7 @@ def frames(*places: str) -> Frames:
     return [(f"{folder}/{file}", int(line), name) for folder, (file, line, name) in zip(folders, fields, strict=True)]
 
 
-ENGINE = frames("engine/rank.py 92 run_program", "engine/zygote.py 108 _start")
+ENGINE = frames("engine/rank.py 92 run_program", "engine/fork_server.py 108 _start")
 TRAIN = frames(
     "torch/nn/modules/module.py 1778 _wrapped_call_impl",
     "worker/targets/reference/model.py 50 forward",
@@ -202,7 +202,7 @@ ValueError: x
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        ("ValueError: trying to initialize the default process group twice!", "leave out dist.init_process_group()"),
+        ("ValueError: trying to initialize the default process group twice!", "remove dist.init_process_group()"),
         ("KeyError: 'LOCAL_RANK'", "dist.get_rank()"),
         ("AssertionError: Torch not compiled with CUDA enabled", "world.device"),
         ("RuntimeError: aten.mm: got mixed torch.Tensor and DTensor", "parameter group"),
@@ -211,8 +211,11 @@ ValueError: x
             "RuntimeError: Missing key in checkpoint state_dict: optimizer.param_groups.1.lr.",
             "flatten_optimizer_state_dict=True",
         ),
-        ("ModuleNotFoundError: No module named 'mine'", "install it into the environment of fp8-harness"),
-        ("the zygote must be single-threaded to fork, but it also has: TMonitor", "tqdm.tqdm.monitor_interval = 0"),
+        ("ModuleNotFoundError: No module named 'mine'", "install it next to fp8-harness"),
+        (
+            "the fork server must be single-threaded to fork, but it also has: TMonitor",
+            "tqdm.tqdm.monitor_interval = 0",
+        ),
     ],
 )
 def test_known_errors_have_advice(error: str, words: str) -> None:

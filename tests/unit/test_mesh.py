@@ -32,7 +32,7 @@ from harness.matrix.linears import (
     forwards_in_flight,
     holds,
     modules_of_stage,
-    neighbours,
+    neighbors,
     stages_of,
 )
 from harness.plugins.predict.cost import metrics
@@ -160,8 +160,8 @@ def test_which_blocks_are_held_where_they_do_not_divide_or_stages_are_interleave
     assert modules_of_stage(UNEVEN, 3) == ("layers.5", "norm", "output")
     assert [stages_of(INTERLEAVED, rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
     assert [blocks_of(INTERLEAVED, rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
-    assert [neighbours(INTERLEAVED, rank) for rank in (0, 1)] == [(2, 1), (1, 2)]
-    assert [neighbours(TWO, rank) for rank in range(4)] == [(1, 0), (1, 0), (0, 1), (0, 1)]
+    assert [neighbors(INTERLEAVED, rank) for rank in (0, 1)] == [(2, 1), (1, 2)]
+    assert [neighbors(TWO, rank) for rank in range(4)] == [(1, 0), (1, 0), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("case", [TWO, INTERLEAVED, UNEVEN])

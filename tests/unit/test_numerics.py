@@ -1,4 +1,4 @@
-"""Numerics: where the fabric and the device promise no bits, nothing is judged as if they did, and nothing is lost."""
+"""Numerics: where the backend and the device promise no bits, nothing is judged as if they did, and nothing is lost."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ NCCL = Numerics(in_rank_order=False, same_in_parts=False)
     ("facts", "numerics"),
     [
         ({}, VIRTUAL_DEVICE),
-        ({"fabric": "gloo"}, GLOO),
-        ({"device": "cuda", "fabric": "nccl", "arithmetic": "kernel"}, NCCL),
-        ({"device": "cuda", "fabric": "nccl", "arithmetic": "exact"}, NCCL),  # what is not converted has a kernel
+        ({"backend": "gloo"}, GLOO),
+        ({"device": "cuda", "backend": "nccl", "arithmetic": "kernel"}, NCCL),
+        ({"device": "cuda", "backend": "nccl", "arithmetic": "exact"}, NCCL),  # what is not converted has a kernel
         ({"arithmetic": "kernel"}, Numerics(same_in_parts=False)),
     ],
 )

@@ -50,7 +50,7 @@ FOUND: dict[str, Any] = {"verdict": Verdict.NUMERIC, "findings": (a_finding(chec
         ({}, {"losses": (7.5,)}, 4, "it is a mean over the labels of each rank or microbatch", True),
         ({}, {"losses": (7.5,), **FOUND}, 4, "labels per rank: 104, 40", True),
         ({"losses": (8.5,)}, {}, 1, "or the sequences of a batch change one another in the model", False),
-        ({"grad_norms": (2.0,)}, {}, 1, "where the batch is split, 2 times", False),
+        ({"grad_norms": (2.0,)}, {}, 1, "when the batch is split, 2 times", False),
         ({"losses": (float("nan"),)}, {}, 1, "the loss of a batch is nan", False),
     ],
 )

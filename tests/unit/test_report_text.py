@@ -130,7 +130,7 @@ def test_a_known_fault_is_one_line_with_its_link_and_whether_it_passes_with_the_
     assert "(unreported), no candidate fix is recorded: It rounds." in headline(known)
     assert text_report(run(fixed, fixed)).count(f"known upstream faults\n  {line} (in 2 cases)\n") == 1
     assert "  rounds (unreported), passes with the candidate fix\n" in text_report(run(fixed))
-    assert fixed.three_lines.why == "it shows by parity/gradients, as the record says"
+    assert fixed.three_lines.why == "parity/gradients fails as recorded"
 
 
 def test_the_report_has_a_block_for_what_is_not_good_only_and_counts_every_verdict() -> None:

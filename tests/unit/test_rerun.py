@@ -85,13 +85,13 @@ def test_nothing_but_a_line_that_names_no_case_is_not_a_good_run(project: Projec
 def test_a_damaged_list_of_cases_is_noted(project: Project) -> None:
     store = new_run(project, GOOD, BAD)
     store.append(make_result(BAD, Verdict.CRASH))
-    store.path.write_bytes(store.path.read_bytes().replace(b'{"line":"start","schema":4', b"["))
+    store.path.write_bytes(store.path.read_bytes().replace(b'{"line":"start","schema":5', b"["))
     (note,) = rerun_query(project).notes
     assert ".jsonl:1: not a line of results" in note
     store = new_run(project, GOOD)
     store.append(make_result(GOOD, Verdict.CRASH))
-    store.path.write_bytes(store.path.read_bytes().replace(b'"schema":4', b'"schema":2'))
-    with pytest.raises(NothingSelected, match=r"it has schema 2, this version reads schema 4.* Fix: run the tier"):
+    store.path.write_bytes(store.path.read_bytes().replace(b'"schema":5', b'"schema":2'))
+    with pytest.raises(NothingSelected, match=r"it has schema 2, this version reads schema 5.* Fix: run the tier"):
         rerun_query(project)
 
 
@@ -102,9 +102,11 @@ def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None
 
 
 def test_the_options_of_the_run_come_back(project: Project) -> None:
-    options = RunOptions(device="cpu", fabric="gloo", timeout_s=3.0, inject=("/fix.py:apply", "fault:amax_without_abs"))
+    options = RunOptions(
+        device="cpu", backend="gloo", timeout_s=3.0, inject=("/fix.py:apply", "fault:amax_without_abs")
+    )
     RunStore(project.new_run()).begin(RunStart(cases=(GOOD,), options=options))
     rerun_options = rerun_query(project).options
     assert rerun_options == options
-    words = "--device cpu --fabric gloo --timeout-s 3 --inject /fix.py:apply --inject fault:amax_without_abs"
+    words = "--device cpu --backend gloo --timeout-s 3 --inject /fix.py:apply --inject fault:amax_without_abs"
     assert rerun_options.words == tuple(words.split())

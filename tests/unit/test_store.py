@@ -46,9 +46,9 @@ def test_files_that_are_not_there_unreadable_or_of_another_schema(tmp_path: Path
     with pytest.raises(HarnessError, match="cannot be read"):
         RunStore(tmp_path).read()
     store = RunStore(tmp_path / "run.jsonl")
-    store.path.write_bytes(LINES.replace(b'"schema":4', b'"schema":2'))
+    store.path.write_bytes(LINES.replace(b'"schema":5', b'"schema":2'))
     (damage,) = store.read().damaged
-    assert "it has schema 2, this version reads schema 4" in damage and store.read().results == ()
+    assert "it has schema 2, this version reads schema 5" in damage and store.read().results == ()
 
 
 def test_a_line_cut_short_anywhere_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_losses_that_are_not_those_of_the_curve_are_an_error(project: Project, t
     made = make_result(A, measured=make_measured(curves={"case": Curve(losses=(8.0, 2.5), grad_norms=(1.0, 1.0))}))
     file = tmp_path / "x.jsonl"
     file.write_bytes(run_lines(make_results(replace(made, losses=(8.0, 7.5)))))
-    with pytest.raises(HarnessError, match=f"{A}: its losses are not those of its own curve"):
+    with pytest.raises(HarnessError, match=f"{A}: its losses differ from its own curve"):
         read_results(file)
     file.write_bytes(run_lines(make_results(replace(made, losses=(8.0, 2.5)))))
     assert ids(read_results(file)) == [A]
@@ -165,7 +165,7 @@ def test_random_bytes_in_a_run_that_ended_are_an_error_that_names_the_line(proje
 
 
 NO_LINE = r"x\.json:1: not a line of results.* Fix: write the file again"
-OTHER_SCHEMA = run_lines(RunResult(results=())).replace(b'"schema":4', b'"schema":2')
+OTHER_SCHEMA = run_lines(RunResult(results=())).replace(b'"schema":5', b'"schema":2')
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ OTHER_SCHEMA = run_lines(RunResult(results=())).replace(b'"schema":4', b'"schema
     [
         *((content, NO_LINE) for content in (b"{}", b"[]", b"\xff", b'{"schema": 2,\n"cases": []}')),
         (b"", "holds no results"),
-        (OTHER_SCHEMA, "it has schema 2, this version reads schema 4"),
+        (OTHER_SCHEMA, "it has schema 2, this version reads schema 5"),
     ],
 )
 def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: bytes, said: str) -> None:

@@ -76,7 +76,7 @@ def raised(rank: int, message: str, seconds: float = 1.0) -> RankOutcome:
 
 def aborted(rank: int, log: str, seconds: float = 1.0) -> RankOutcome:
     """A rank that died of SIGABRT, with the output as its engine keeps it."""
-    return RankOutcome(rank=rank, status="signalled", message="killed by SIGABRT", seconds=seconds, log_tail=log)
+    return RankOutcome(rank=rank, status="signaled", message="killed by SIGABRT", seconds=seconds, log_tail=log)
 
 
 def stuck(rank: int, log: str = "") -> RankOutcome:
@@ -128,7 +128,7 @@ def test_an_error_of_a_kernel_is_a_crash_of_the_case(message: str) -> None:
 
 def killed(rank: int, number: signal.Signals, seconds: float = 1.0, log: str = "") -> RankOutcome:
     message = f"killed by {number.name}"
-    return RankOutcome(rank=rank, status="signalled", message=message, seconds=seconds, log_tail=log, signal=number)
+    return RankOutcome(rank=rank, status="signaled", message=message, seconds=seconds, log_tail=log, signal=number)
 
 
 def test_a_signal_from_outside_is_infra_and_the_cause_whatever_was_told_first() -> None:
@@ -248,7 +248,7 @@ def test_who_is_short_of_memory(total: float, own_part: float, others_part: floa
 TEXTS = st.sampled_from([ILLEGAL, ECC, REMOTE, GLOO_LOST, GLOO_LATE, "ValueError: mine", "", "\n".join(BROKEN)])
 RANKS = st.lists(
     st.tuples(
-        st.sampled_from(["returned", "raised", "exited", "signalled", "stuck", "stopped"]), TEXTS, st.floats(0, 9)
+        st.sampled_from(["returned", "raised", "exited", "signaled", "stuck", "stopped"]), TEXTS, st.floats(0, 9)
     ),
     min_size=1,
     max_size=6,

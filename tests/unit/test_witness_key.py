@@ -55,7 +55,7 @@ def small_packages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 def test_the_arithmetic_fabric_cpus_and_program_change_it() -> None:
     other = Plan(probed=True, arithmetic="kernel")
     assert witness_key(other) != witness_key(PLAN)
-    assert witness_key(replace(PLAN, fabric="gloo")) != witness_key(PLAN)
+    assert witness_key(replace(PLAN, backend="gloo")) != witness_key(PLAN)
     node = NodeCapacity(host="a", slots=4, device="cpu", device_name="cpu", cpu="EPYC 9R14")
     other = msgspec.structs.replace(node, host="b", cpu="Xeon 8488C")
     keys = [

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from harness.engine.program import RankContext
-from harness.request import Fabric
+from harness.request import Backend
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.process_group import join
 from harness.worker.virtual import device
@@ -179,10 +179,10 @@ def _misfit() -> None:
 
 
 def rank_main(context: RankContext) -> bytes:
-    fabric: Fabric = "gloo" if context.payload == b"gloo" else "shared"
-    device.install(fabric)
-    join(context, fabric)
-    if fabric == "shared":
+    backend: Backend = "gloo" if context.payload == b"gloo" else "shared"
+    device.install(backend)
+    join(context, backend)
+    if backend == "shared":
         fabricwitness.watch()
     if context.payload == b"mismatch":
         _mismatch()
@@ -195,8 +195,8 @@ def rank_main(context: RankContext) -> bytes:
         for name, move in MOVES.items():
             results[f"{name} {dtype}"] = move(mine, everyone)
     results |= _reductions()
-    if fabric == "shared":  # what gloo does with messages is torch's own
+    if backend == "shared":  # what gloo does with messages is torch's own
         results |= _messages()
-    if fabric == "shared":
+    if backend == "shared":
         fabricwitness.compare()
     return json.dumps(results).encode()

@@ -1,4 +1,4 @@
-"""The shortest ways to train a case on real ranks, from the zygotes that all tests share."""
+"""The shortest ways to train a case on real ranks, from the fork servers that all tests share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import JobOutcome
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.request import RunRequest
 from harness.running.plan import parse_injection
 from harness.trace import RankTrace, Run
 from harness.trace.record import Patch
 from tests.builders import run_of
+from tests.fork_servers import COMPILED, EAGER, ForkServers
 from tests.jobs import run_request, traces_of
-from tests.zygotes import COMPILED, EAGER, Zygotes
 
 Submit = Callable[..., JobOutcome]
 Train = Callable[..., tuple[RankTrace, ...]]
@@ -33,18 +33,18 @@ def make_request(case: Case, *, injections: Sequence[str | Patch] = (), **asked:
 
 
 @pytest.fixture(scope="session")
-def engine(zygotes: Zygotes) -> ZygoteEngine:
-    return zygotes.engine(EAGER)
+def engine(fork_servers: ForkServers) -> ForkServerEngine:
+    return fork_servers.engine(EAGER)
 
 
 @pytest.fixture(scope="session")
-def submit(zygotes: Zygotes, tmp_path_factory: pytest.TempPathFactory) -> Submit:
+def submit(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Submit:
     """Run a case as a job and return its outcome, whatever it is. The keywords are those of `make_request`."""
 
     def run(case: Case, **asked: Any) -> JobOutcome:
         request = make_request(case, **asked)
         compiles = case.compile != "none" or "graphs" in request.probes
-        engine = zygotes.engine(COMPILED if compiles else EAGER)
+        engine = fork_servers.engine(COMPILED if compiles else EAGER)
         return run_request(engine, tmp_path_factory.mktemp("job"), request)
 
     return run

@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch._subclasses import FakeTensorMode
 
 from harness.engine.program import RankContext
-from harness.request import Fabric
+from harness.request import Backend
 from harness.worker.dispatch_hooks import collectives, fused
 from harness.worker.process_group import join
 from harness.worker.virtual import device, symm_mem
@@ -30,9 +30,9 @@ def preload(options: Mapping[str, str]) -> None:
 
 
 def rank_main(context: RankContext) -> bytes:
-    fabric: Fabric = "gloo" if context.payload == b"gloo" else "shared"
-    device.install(fabric)
-    join(context, fabric)
+    backend: Backend = "gloo" if context.payload == b"gloo" else "shared"
+    device.install(backend)
+    join(context, backend)
     group = dist.group.WORLD.group_name
     report = {}
     check_transport_on_cuda(group)

@@ -1,7 +1,7 @@
-"""A rank program that makes the calls of `groupcalls.py` and of its neighbours over one fabric, and reports each.
+"""A rank program that makes the calls of `groupcalls.py` and of its neighbors over one backend, and reports each.
 
-Its options are JSON: `fabric`, "stock" for torch's gloo alone; `everything`, for the nightly calls too; `calls`, a
-pattern of names; `fault`, a function of this file that spoils the shared fabric.
+Its options are JSON: `backend`, "stock" for torch's gloo alone; `everything`, for the nightly calls too; `calls`, a
+pattern of names; `fault`, a function of this file that spoils the shared-memory backend.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ FAULTS = {
 
 def rank_main(context: RankContext) -> bytes:
     options = json.loads(context.payload)
-    fabric, wanted = options["fabric"], re.compile(options.get("calls", ".*"))
-    if fabric != "stock":
-        device.install(fabric, compiled=False)
+    backend, wanted = options["backend"], re.compile(options.get("calls", ".*"))
+    if backend != "stock":
+        device.install(backend, compiled=False)
     if "fault" in options:
         FAULTS[options["fault"]]()
-    process_group.join(context, "gloo" if fabric == "stock" else fabric)
+    process_group.join(context, "gloo" if backend == "stock" else backend)
     everything = options.get("everything", False)
     calls = itertools.chain(
         groupcalls.plain_calls(everything=everything),

@@ -110,7 +110,7 @@ def _send_half(result: bytes) -> None:
 
 
 def _end(how: str) -> None:
-    if how == "zygote killed":
+    if how == "fork server killed":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     elif how == "out of memory":

@@ -48,5 +48,5 @@ def nothing_is_left() -> Iterator[None]:
     yield
     now = set(psutil.Process().children(recursive=True))
     left = [child for child in now - before if child.status() != psutil.STATUS_ZOMBIE]
-    assert [child for child in left if "harness.engine.zygote" not in child.cmdline()] == []
+    assert [child for child in left if "harness.engine.fork_server" not in child.cmdline()] == []
     assert [child for child in left if child.ppid() != os.getpid()] == [], "no rank outlives its job"

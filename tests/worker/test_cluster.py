@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from harness.engine.cluster import Cluster
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Job, JobOutcome, RankOutcome, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, Node, NodeLost, Reservation
 from harness.engine.processes import StoreProcess
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 from tests.worker.processes import nothing_is_left, wait_until
 
@@ -80,7 +80,7 @@ class LosableNode:
 def local_node(name: str, slots: int, folder: Path, logs: Path | None = None) -> LocalNode:
     capacity = NodeCapacity(host=name, slots=slots, device="cpu", device_name="cpu")
     leases = Leases(folder / f"leases-{name}", slots)
-    return LocalNode(lambda preload: ZygoteEngine(TOY, preload), leases, capacity, logs=logs)
+    return LocalNode(lambda preload: ForkServerEngine(TOY, preload), leases, capacity, logs=logs)
 
 
 def open_cluster(folder: Path, nodes: list[Node] | None = None) -> Cluster:
@@ -150,7 +150,7 @@ def test_a_death_on_one_node_ends_the_other_within_a_second(cluster: Cluster, cu
     assert outcome.wall_s < outcome.detected_s + 1.0
     for rank in outcome.ranks:
         assert rank.consequence == (rank.rank != culprit)
-        assert rank.status == ("stuck" if rank.rank != culprit else "signalled")
+        assert rank.status == ("stuck" if rank.rank != culprit else "signaled")
         assert ("in _sleep" in rank.traceback) == (rank.rank != culprit)
 
 
@@ -170,29 +170,29 @@ def test_a_hang_shows_the_stacks_of_all_nodes(cluster: Cluster) -> None:
     assert outcome.wall_s < DEADLINE_S + 2
 
 
-def test_a_job_whose_zygote_died_on_one_node_runs_again_on_others_of_its_own(tmp_path: Path) -> None:
-    def zygotes() -> list[psutil.Process]:
+def test_a_job_whose_fork_server_died_on_one_node_runs_again_on_others_of_its_own(tmp_path: Path) -> None:
+    def fork_servers() -> list[psutil.Process]:
         return sorted((child for child in psutil.Process().children() if TOY in child.cmdline()), key=lambda it: it.pid)
 
     def kill_and_go_on() -> None:
-        zygotes()[-1].kill()
+        fork_servers()[-1].kill()
         (tmp_path / "go on").touch()
 
     with open_cluster(tmp_path) as mine:
         assert mine.run(job({})).status == "ok"
-        before = set(zygotes())
+        before = set(fork_servers())
         outcome = sleeping(mine, kill_and_go_on, way="wait_for_file", file=str(tmp_path / "go on"))
         assert outcome.status == "ok"
         (lost,) = outcome.earlier
-        assert (lost.status, lost.zygote_lost) == ("infra", True)
-        assert "the zygote died: killed by SIGKILL" in lost.message
+        assert (lost.status, lost.fork_server_lost) == ("infra", True)
+        assert "the fork server died: killed by SIGKILL" in lost.message
         assert lost.wall_s < 2
-        assert set(zygotes()) < before, "those of its own have ended with the job"
+        assert set(fork_servers()) < before, "those of its own have ended with the job"
         assert mine.run(job({})).status == "ok"
 
 
-class WithoutPython(ZygoteEngine):
-    """Starts its zygote after all others, with a Python that is not there."""
+class WithoutPython(ForkServerEngine):
+    """Starts its fork server after all others, with a Python that is not there."""
 
     def warm(self) -> None:
         return
@@ -274,7 +274,7 @@ def test_folders_are_removed_unless_logs_are_kept(tmp_path: Path) -> None:
 def test_ranks_get_the_devices_that_were_leased(tmp_path: Path) -> None:
     shares: list[Share] = []
 
-    class Recording(ZygoteEngine):
+    class Recording(ForkServerEngine):
         """Starts nothing."""
 
         def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:

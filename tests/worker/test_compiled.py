@@ -27,7 +27,7 @@ from harness.checks.measuring import measured
 from harness.checks.memory import KEPT, NO_MARKS, check_leaks, check_live_memory, check_memory
 from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
 from harness.checks.traffic import check_traffic
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.expect.compiled import allowed_distance
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -61,14 +61,14 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def fused() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("tests.worker.fusedprogram") as zygote:
-        yield zygote
+def fused() -> Iterator[ForkServerEngine]:
+    with ForkServerEngine("tests.worker.fusedprogram") as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module", params=["shared", "gloo"])
 def operators(
-    request: pytest.FixtureRequest, fused: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, fused: ForkServerEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, float]]:
     share = make_share(tmp_path_factory.mktemp("fused"), 4, request.param.encode(), deadline_s=200)
     outcome = run_alone(fused, share)
@@ -146,7 +146,7 @@ def test_what_runs_do_is_what_the_formulas_say(trained, text: str):
 
 
 def test_an_eager_run_has_no_graphs(train):
-    """The zygote has imported what it takes."""
+    """The fork server has imported what it takes."""
     (trace,) = train(parse_case_id("single-bf16-v2048-gb2-s1-b16"), probes=("graphs",))
     assert trace.graphs is None
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from harness.checks.failures import advice
-from harness.engine import zygote_engine
+from harness.engine import fork_server_engine
+from harness.engine.fork_server_engine import ForkServerEngine, StartLimits
 from harness.engine.messages import JobOutcome
 from harness.engine.processes import LOG_IS_CUT, MAX_LOG_BYTES
-from harness.engine.zygote_engine import StartLimits, ZygoteEngine
 from tests.jobs import make_share, run_alone
 from tests.worker.processes import nothing_is_left, start_python, wait_until
 
@@ -28,15 +28,15 @@ DEADLINE_S = 0.6
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine(TOY) as engine:
+def engine() -> Iterator[ForkServerEngine]:
+    with ForkServerEngine(TOY) as engine:
         yield engine
 
 
 class Runner:
     """Runs a toy job: `run({"0": "raise", "*": "sleep"})`."""
 
-    def __init__(self, engine: ZygoteEngine, folder: Path) -> None:
+    def __init__(self, engine: ForkServerEngine, folder: Path) -> None:
         self._engine = engine
         self._folder = folder
 
@@ -55,15 +55,15 @@ class Runner:
 
 
 @pytest.fixture
-def run(engine: ZygoteEngine, tmp_path: Path) -> Runner:
+def run(engine: ForkServerEngine, tmp_path: Path) -> Runner:
     return Runner(engine, tmp_path)
 
 
-def zygote_process() -> psutil.Process:
-    """The one zygote that has a toy program preloaded and this process as its parent."""
+def fork_server_process() -> psutil.Process:
+    """The one fork server that has a toy program preloaded and this process as its parent."""
     commands = {child: child.cmdline() for child in psutil.Process().children()}
-    (zygote,) = (child for child, words in commands.items() if {"harness.engine.zygote", TOY} <= set(words))
-    return zygote
+    (fork_server,) = (child for child, words in commands.items() if {"harness.engine.fork_server", TOY} <= set(words))
+    return fork_server
 
 
 def test_all_return(run: Runner) -> None:
@@ -100,7 +100,7 @@ def test_output_is_kept_in_order(run: Runner) -> None:
 FAILURES = [
     ("raise", "raised", "ValueError: rank 1 has a problem"),
     ("exit0", "exited", "exited with code 0 without a result"),
-    ("sigabrt", "signalled", "killed by SIGABRT"),
+    ("sigabrt", "signaled", "killed by SIGABRT"),
     ("garbage", "raised", "sent unreadable data to its supervisor"),
 ]
 # The same of a rank without peers, for whose end nobody waits.
@@ -108,11 +108,11 @@ ALONE = [
     ("sys_exit", "raised", "SystemExit: 3"),
     ("wrong_type", "raised", "TypeError: rank_main returned str, not bytes"),
     ("exit7", "exited", "exited with code 7 without a result"),
-    ("segfault", "signalled", "killed by SIGSEGV"),
+    ("segfault", "signaled", "killed by SIGSEGV"),
 ]
 
 
-BY_MACHINE = ("sigkill", "signalled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer")
+BY_MACHINE = ("sigkill", "signaled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer")
 
 
 @pytest.mark.parametrize(("way", "status", "message"), [*FAILURES, BY_MACHINE])
@@ -193,7 +193,7 @@ def test_what_ranks_leave_behind_is_ended(run: Runner) -> None:
     assert run({"*": "children"}, world_size=2).status == "ok"
     outcome = run({"0": "children_then_sleep", "1": "raise_later"}, world_size=2)
     assert outcome.status == "crash"
-    assert zygote_process().children(recursive=True) == []
+    assert fork_server_process().children(recursive=True) == []
 
 
 def test_shared_memory_of_ranks_is_removed(run: Runner) -> None:
@@ -232,22 +232,27 @@ def test_unusable_folder_is_infra(run: Runner, tmp_path: Path) -> None:
 def test_no_growth_over_many_jobs(run: Runner) -> None:
     for _ in range(20):
         run({}, world_size=2)
-    here, zygote = psutil.Process(), zygote_process()
+    here, fork_server = psutil.Process(), fork_server_process()
 
     def size() -> tuple[int, int, int, int]:
-        return here.num_fds(), zygote.num_fds(), zygote.memory_info().rss >> 20, len(list(Path("/dev/shm").iterdir()))
+        return (
+            here.num_fds(),
+            fork_server.num_fds(),
+            fork_server.memory_info().rss >> 20,
+            len(list(Path("/dev/shm").iterdir())),
+        )
 
-    fds, zygote_fds, zygote_mib, shm = size()
+    fds, fork_server_fds, fork_server_mib, shm = size()
     for number in range(100):
         assert run({"1": "exit7"} if number % 50 == 49 else {}, world_size=2).status in ("ok", "crash")
     after = size()
-    assert after[:2] == (fds, zygote_fds)
-    assert after[2] <= zygote_mib + 1
+    assert after[:2] == (fds, fork_server_fds)
+    assert after[2] <= fork_server_mib + 1
     assert after[3] == shm
 
 
-def own_engine(**options: str) -> ZygoteEngine:
-    return ZygoteEngine(TOY, options)
+def own_engine(**options: str) -> ForkServerEngine:
+    return ForkServerEngine(TOY, options)
 
 
 def test_a_python_without_pidfds_watches_and_signals_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,16 +281,16 @@ def test_a_machine_that_fails_in_the_preload_is_infra_and_tried_twice(tmp_path: 
         outcomes = [Runner(broken, tmp_path)({}) for _ in range(3)]
     for outcome in outcomes:
         assert outcome.status == "infra"
-        assert "the zygote did not start: exited with code 1" in outcome.message
+        assert "the fork server did not start: exited with code 1" in outcome.message
         assert "FileNotFoundError" in outcome.message
 
 
 def test_a_missing_program_is_a_crash_that_names_it(tmp_path: Path) -> None:
-    with ZygoteEngine("no_such_program") as broken:
+    with ForkServerEngine("no_such_program") as broken:
         assert "No module named 'no_such_program'" in Runner(broken, tmp_path)({}).message
 
 
-def test_threads_in_the_zygote_process_are_infra(tmp_path: Path) -> None:
+def test_threads_in_the_fork_server_process_are_infra(tmp_path: Path) -> None:
     with own_engine(thread="yes") as threaded:
         outcome = Runner(threaded, tmp_path)({})
     assert outcome.status == "infra"
@@ -293,12 +298,12 @@ def test_threads_in_the_zygote_process_are_infra(tmp_path: Path) -> None:
     assert outcome.message.endswith(f"(since preload() of {TOY})")
 
 
-def test_a_device_that_is_open_in_the_zygote_process_is_infra(tmp_path: Path) -> None:
+def test_a_device_that_is_open_in_the_fork_server_process_is_infra(tmp_path: Path) -> None:
     device = tmp_path / "dev" / "nvidia-uvm"
     device.parent.mkdir()
     with own_engine(device=str(device)) as poisoned:
         outcome = Runner(poisoned, tmp_path)({})
-    reason = "the zygote must use no device before it forks, but it has open"
+    reason = "the fork server must use no device before it forks, but it has open"
     assert (outcome.status, outcome.ranks) == ("infra", ())
     assert outcome.message == f"{reason}: {device} (since preload() of {TOY})"
     advised = advice(outcome.message)
@@ -321,7 +326,7 @@ def test_machine_out_of_resources_is_infra_and_passes(tmp_path: Path) -> None:
         assert run({}).status == "ok", "nothing of it is left, so a small job fits"
 
 
-def test_death_of_the_zygote_process_is_infra_and_it_is_replaced(tmp_path: Path) -> None:
+def test_death_of_the_fork_server_process_is_infra_and_it_is_replaced(tmp_path: Path) -> None:
     with own_engine(own="1") as mine:
         run = Runner(mine, tmp_path)
         assert run({}).status == "ok"
@@ -332,12 +337,12 @@ def test_death_of_the_zygote_process_is_infra_and_it_is_replaced(tmp_path: Path)
         outcome = run({"*": "children_then_sleep"})
         killer.join()
         assert outcome.status == "infra"
-        assert "the zygote died: killed by SIGKILL" in outcome.message
+        assert "the fork server died: killed by SIGKILL" in outcome.message
         assert run({}).status == "ok"
         assert {child.pid for child in psutil.Process().children()} - before, "it is another process"
 
 
-def test_a_zygote_that_does_not_come_up_is_told_of_and_given_up_when_it_is_stopped(tmp_path: Path) -> None:
+def test_a_fork_server_that_does_not_come_up_is_told_of_and_given_up_when_it_is_stopped(tmp_path: Path) -> None:
     notes: list[str] = []
     limits = StartLimits(told_s=0.4, stopped_s=0.6, given_up_s=1.0)
 
@@ -347,12 +352,12 @@ def test_a_zygote_that_does_not_come_up_is_told_of_and_given_up_when_it_is_stopp
             if "stopped=yes" in child.cmdline():
                 child.suspend()
 
-    with ZygoteEngine(TOY, {"stopped": "yes", "sleep_s": "60"}, note=notes.append, limits=limits) as stopped:
+    with ForkServerEngine(TOY, {"stopped": "yes", "sleep_s": "60"}, note=notes.append, limits=limits) as stopped:
         stopping = threading.Thread(target=stop_at_once)
         stopping.start()
         outcome = Runner(stopped, tmp_path)({})
         stopping.join()
-    with ZygoteEngine(TOY, {"sleep_s": "60"}, note=notes.append, limits=limits) as slow:
+    with ForkServerEngine(TOY, {"sleep_s": "60"}, note=notes.append, limits=limits) as slow:
         late = Runner(slow, tmp_path)({})
     assert (outcome.status, late.status) == ("infra", "infra")
     assert re.search(r"did not finish its preload within \d s: it is stopped by a signal", outcome.message)
@@ -363,9 +368,9 @@ def test_a_zygote_that_does_not_come_up_is_told_of_and_given_up_when_it_is_stopp
     assert re.search(r"and `py-spy dump --pid \d+` shows where it is\.$", notes[1])
 
 
-def test_a_zygote_that_is_slow_to_start_serves_all_the_same(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_slow_to_start_serves_all_the_same(tmp_path: Path) -> None:
     limits = StartLimits(told_s=0.01, stopped_s=0.02, given_up_s=60.0)
-    with ZygoteEngine(TOY, {"sleep_s": "0.3"}, limits=limits) as slow:
+    with ForkServerEngine(TOY, {"sleep_s": "0.3"}, limits=limits) as slow:
         assert Runner(slow, tmp_path)({}).status == "ok"
 
 
@@ -378,15 +383,15 @@ def test_the_log_of_a_rank_is_bounded(run: Runner, tmp_path: Path, monkeypatch: 
     assert LOG_IS_CUT not in (tmp_path / "rank1.log").read_text()
 
 
-def test_a_zygote_that_falls_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zygote_engine, "REPLY_MARGIN_S", 0.2)
+def test_a_fork_server_that_falls_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_engine, "REPLY_MARGIN_S", 0.2)
     with own_engine(silent="yes") as mine:
         mine.warm()
-        (zygote,) = (child for child in psutil.Process().children() if "silent=yes" in child.cmdline())
-        zygote.suspend()
+        (fork_server,) = (child for child in psutil.Process().children() if "silent=yes" in child.cmdline())
+        fork_server.suspend()
         outcome = Runner(mine, tmp_path)({}, deadline_s=0.3)
-        assert (outcome.status, outcome.zygote_lost) == ("infra", True)
-        assert "the zygote sent no outcome within 0.2 s of the deadline" in outcome.message
+        assert (outcome.status, outcome.fork_server_lost) == ("infra", True)
+        assert "the fork server sent no outcome within 0.2 s of the deadline" in outcome.message
         assert Runner(mine, tmp_path)({}).status == "ok"
 
 
@@ -410,10 +415,10 @@ def test_close_does_not_wait_for_the_preload(tmp_path: Path) -> None:
 CONTROLLER = f"""
 import json, sys
 from pathlib import Path
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.fork_server_engine import ForkServerEngine
 from tests.jobs import make_share, run_alone
 options = json.loads(sys.argv[2])
-engine = ZygoteEngine("{TOY}", options)
+engine = ForkServerEngine("{TOY}", options)
 ways = json.dumps({{"0": "spin", "*": "children_then_sleep"}}).encode()
 run_alone(engine, make_share(Path(sys.argv[1]), 3, ways))
 """
@@ -444,7 +449,7 @@ def test_killed_controller_ends_a_preload(tmp_path: Path) -> None:
     kill_and_wait_for_family(controller, 1.0)
 
 
-def test_controller_killed_before_the_zygote_process_is_up(tmp_path: Path) -> None:
+def test_controller_killed_before_the_fork_server_process_is_up(tmp_path: Path) -> None:
     controller = start_controller(tmp_path, {"sleep_s": "60"})
     wait_until(lambda: bool(psutil.Process(controller.pid).children()), 10)
     kill_and_wait_for_family(controller, 5.0)  # the interpreter has to start before it can notice

@@ -1,4 +1,6 @@
-"""Over torch's gloo on real ranks: the numbers and records of the shared fabric, and an end of every failed job."""
+"""Over torch's gloo on real ranks: the numbers and records of the shared-memory backend, and an end of every failed
+job.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import pytest
 
 from harness.checks.assembly import assemble, relative_distances
 from harness.checks.failures import main_stack, place_of
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import JobOutcome
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace, Run
 from tests.builders import probes_for
@@ -23,7 +25,7 @@ REORDERED = 1e-14
 
 
 def timeless(run: Run) -> list[RankTrace]:
-    """The traces without times, memory of the process and the name of the fabric."""
+    """The traces without times, memory of the process and the name of the backend."""
     return [
         msgspec.structs.replace(
             trace,
@@ -47,7 +49,7 @@ def timeless(run: Run) -> list[RankTrace]:
 )
 def test_groups_of_two_have_every_bit_and_record_of_the_shared_fabric(trained, text: str):
     case = parse_case_id(text)
-    shared, gloo = (trained(case, probes=probes_for(case), fabric=fabric) for fabric in ("shared", "gloo"))
+    shared, gloo = (trained(case, probes=probes_for(case), backend=backend) for backend in ("shared", "gloo"))
     rest = ("mxfp8", "scaled_mm") if case.compile == "none" else ("mxfp8", "scaled_mm", "symm_mem")
     assert {trace.virtual for trace in shared.traces} == {("collectives", *rest)}
     assert {trace.virtual for trace in gloo.traces} == {("gloo", *rest)}
@@ -57,7 +59,7 @@ def test_groups_of_two_have_every_bit_and_record_of_the_shared_fabric(trained, t
 def test_wider_groups_sum_in_another_order_and_differ_in_nothing_else(trained):
     case = parse_case_id("fsdp4-rowwise-v2048-gb4-s1-f64")
     probes = ("sketches", "traffic", "saved_memory")
-    shared, gloo = (trained(case, probes=probes, fabric=fabric) for fabric in ("shared", "gloo"))
+    shared, gloo = (trained(case, probes=probes, backend=backend) for backend in ("shared", "gloo"))
     for left, right in zip(shared.traces, gloo.traces, strict=True):
         assert (left.traffic, left.saved_memory) == (right.traffic, right.saved_memory)
         assert right.steps[0].loss == pytest.approx(left.steps[0].loss, rel=REORDERED, abs=0)
@@ -96,10 +98,10 @@ def another_size():
 
 
 @pytest.fixture
-def failing(engine: ZygoteEngine, plant, tmp_path: Path):
+def failing(engine: ForkServerEngine, plant, tmp_path: Path):
     def run(way: str, *, deadline_s: float = 60.0) -> JobOutcome:
         case = parse_case_id("tp4-bf16-v2048-gb4-s1-f32")
-        request = make_request(case, fabric="gloo", injections=plant(WAYS, way))
+        request = make_request(case, backend="gloo", injections=plant(WAYS, way))
         return run_request(engine, tmp_path, request, deadline_s=deadline_s)
 
     return run
@@ -108,7 +110,7 @@ def failing(engine: ZygoteEngine, plant, tmp_path: Path):
 @pytest.mark.parametrize(
     ("way", "status", "message"),
     [
-        ("faulted", "signalled", "killed by SIGSEGV"),
+        ("faulted", "signaled", "killed by SIGSEGV"),
         ("exited", "exited", "exited with code 7"),
         ("raised", "raised", "ZeroDivisionError"),
     ],

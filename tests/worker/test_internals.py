@@ -8,8 +8,8 @@ import pytest
 
 from harness.checks.check import Witnesses
 from harness.checks.judge import judge, run_from_outcome
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import JobOutcome
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.expect.upstream import CHANGES, UpstreamChange
 from harness.internals import State, read_parts
@@ -57,7 +57,7 @@ def without(names: str, *cases: object, folder: Path) -> tuple[list[str], list[J
     """What is said at the start, and how these cases end, with a torch that lacks these names."""
     notes: list[str] = []
     options = {"device": "cpu", "compile": "on", "without": names}
-    with ZygoteEngine("tests.worker.brokenprogram", options, note=notes.append) as engine:
+    with ForkServerEngine("tests.worker.brokenprogram", options, note=notes.append) as engine:
         outcomes = []
         for number, case in enumerate(cases):
             job = folder / str(number)

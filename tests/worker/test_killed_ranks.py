@@ -25,12 +25,12 @@ from harness.checks.parity import NO_REFERENCE
 from harness.engine import linux
 from harness.engine import outcome as retry
 from harness.engine.cluster import Cluster
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import JobStatus
 from harness.engine.node import LocalNode
 from harness.engine.symptoms import MACHINE_SIGNALS
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.evidence.references import (
     Reference,
     RunsByRole,
@@ -131,7 +131,7 @@ class Comparing(Judge):
 
 
 class Machine:
-    """A machine with one warm zygote, on which cases are run whose ranks are killed."""
+    """A machine with one warm fork server, on which cases are run whose ranks are killed."""
 
     def __init__(self, folder: Path) -> None:
         self.notes: list[str] = []
@@ -142,7 +142,7 @@ class Machine:
         self.leases = Leases(folder / "leases", SLOTS)
         capacity = NodeCapacity(host="here", slots=SLOTS, device="cpu", device_name="cpu")
         given = {"plans": str(self._plans)}
-        node = LocalNode(lambda options: ZygoteEngine(PROGRAM, {**options, **given}), self.leases, capacity)
+        node = LocalNode(lambda options: ForkServerEngine(PROGRAM, {**options, **given}), self.leases, capacity)
         self.executor = Executor(PLAN, Cluster([node], note=self.notes.append), folder)
 
     def run(self, killed: Killed | None, judge: Comparing | None = None) -> Ending:
@@ -186,7 +186,7 @@ def promised(killed: Killed) -> tuple[Verdict, int]:
     """The verdict on the case, and how many attempts the killed run took."""
     if killed.how in BY_ITSELF:
         return _own_fault(killed.kind), 1
-    most = 3 if killed.how == "zygote killed" else 2
+    most = 3 if killed.how == "fork server killed" else 2
     if killed.times < most:
         return (Verdict.KNOWN if killed.kind == "with fix" else Verdict.PASSED), killed.times + 1
     return (_own_fault(killed.kind) if most == 3 else Verdict.INFRA), most
@@ -205,11 +205,11 @@ def wrong(machine: Machine, rows: Iterable[Killed], *, threads: int = 6) -> list
 
 
 def left(machine: Machine) -> tuple[object, ...]:
-    """Slots that are held, and processes but idle zygotes."""
-    return machine.leases.held_slots(), [rank.pid for zygote in zygotes() for rank in zygote.children()]
+    """Slots that are held, and processes but idle fork servers."""
+    return machine.leases.held_slots(), [rank.pid for fork_server in fork_servers() for rank in fork_server.children()]
 
 
-def zygotes() -> list[psutil.Process]:
+def fork_servers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # gone by now
@@ -233,7 +233,9 @@ ROWS = [
     )
     if possible(row)
 ]
-OF_ZYGOTES = [Killed(kind, "before training", "zygote killed", times) for kind in KINDS for times in (1, 2, 3)]
+OF_FORK_SERVERS = [
+    Killed(kind, "before training", "fork server killed", times) for kind in KINDS for times in (1, 2, 3)
+]
 
 
 def some(rows: Sequence[Killed]) -> list[Killed]:
@@ -253,37 +255,37 @@ def test_a_killed_rank_is_retried_once_and_never_a_verdict(machine: Machine) -> 
 @pytest.mark.sweep
 def test_every_kind_of_run_signal_and_moment(machine: Machine) -> None:
     assert wrong(machine, ROWS) == []
-    assert wrong(machine, OF_ZYGOTES, threads=1) == []
+    assert wrong(machine, OF_FORK_SERVERS, threads=1) == []
 
 
-def test_a_zygote_that_a_rank_kills_twice_costs_a_reference_nothing(machine: Machine) -> None:
-    assert wrong(machine, [Killed("solo", "before training", "zygote killed", times=2)], threads=1) == []
+def test_a_fork_server_that_a_rank_kills_twice_costs_a_reference_nothing(machine: Machine) -> None:
+    assert wrong(machine, [Killed("solo", "before training", "fork server killed", times=2)], threads=1) == []
 
 
-def test_a_neighbour_on_the_zygote_that_a_rank_kills_gets_its_own_verdict(machine: Machine) -> None:
-    neighbours = [Killed("case", "before training", "waits", times=1)] * 3
-    with ThreadPoolExecutor(len(neighbours)) as pool:
-        running = [pool.submit(machine.run, row) for row in neighbours]
-        wait_until(lambda: len(left(machine)[1]) == 2 * len(neighbours), 30)
-        culprit = machine.run(Killed("case", "in a collective", "zygote killed", times=3))
+def test_a_neighbour_on_the_fork_server_that_a_rank_kills_gets_its_own_verdict(machine: Machine) -> None:
+    neighbors = [Killed("case", "before training", "waits", times=1)] * 3
+    with ThreadPoolExecutor(len(neighbors)) as pool:
+        running = [pool.submit(machine.run, row) for row in neighbors]
+        wait_until(lambda: len(left(machine)[1]) == 2 * len(neighbors), 30)
+        culprit = machine.run(Killed("case", "in a collective", "fork server killed", times=3))
         endings = [future.result()[:2] for future in running]
-    assert culprit[:2] == (Verdict.CRASH, 3) and "its zygote was lost 3 times" in culprit.text
-    assert endings == [(Verdict.PASSED, 2)] * len(neighbours)
+    assert culprit[:2] == (Verdict.CRASH, 3) and "its fork server was lost 3 times" in culprit.text
+    assert endings == [(Verdict.PASSED, 2)] * len(neighbors)
 
 
-def test_out_of_memory_is_no_crash_however_often_it_takes_the_zygote(
+def test_out_of_memory_is_no_crash_however_often_it_takes_the_fork_server(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = itertools.count()
     monkeypatch.setattr(linux, "oom_kills", lambda: next(kills))  # here: ranks do not see it
-    assert machine.run(OF_ZYGOTES[2])[:2] == (Verdict.INFRA, 3)
+    assert machine.run(OF_FORK_SERVERS[2])[:2] == (Verdict.INFRA, 3)
 
 
-def test_a_zygote_that_dies_while_a_case_is_judged_costs_nothing(machine: Machine) -> None:
+def test_a_fork_server_that_dies_while_a_case_is_judged_costs_nothing(machine: Machine) -> None:
     class Killing(Comparing):
         def judge(self, *args: Any, **given: Any) -> Judgement:
-            for zygote in zygotes():
-                zygote.kill()
+            for fork_server in fork_servers():
+                fork_server.kill()
             return super().judge(*args, **given)
 
     assert machine.run(None, Killing("solo")).verdict is Verdict.PASSED

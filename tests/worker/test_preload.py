@@ -60,7 +60,7 @@ print(*asked)
 
 
 def printed(*words: str) -> list[str]:
-    """What a script prints in a process with the environment of a zygote."""
+    """What a script prints in a process with the environment of a fork server."""
     command = [sys.executable, "-c", *words]
     environment = child_environ({})
     done = subprocess.run(

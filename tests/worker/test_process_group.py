@@ -1,9 +1,10 @@
-"""The shared fabric beside torch's gloo: what every call leaves of values, versions, history and gradients, and errors.
+"""The shared-memory backend beside torch's gloo: what every call leaves of values, versions, history and gradients, and
+errors.
 
 And the virtual collectives on more ranks: float8 moves, every reduction is right, a mismatch is named.
 
-The fabric stands for NCCL. Where gloo does something else, the difference is named, with the source of torch that says
-so, and what the fabric does instead is said too.
+The backend stands for NCCL. Where gloo does something else, the difference is named, with the source of torch that says
+so, and what the backend does instead is said too.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.fork_server_engine import ForkServerEngine
 from tests.jobs import make_share, run_alone
 
 Report = Mapping[str, Mapping[str, Any]]  # what was seen after every call, by its name
@@ -25,18 +26,18 @@ Reports = Callable[..., list[Report]]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("tests.worker.groupprogram") as zygote:
-        yield zygote
+def engine() -> Iterator[ForkServerEngine]:
+    with ForkServerEngine("tests.worker.groupprogram") as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module")
-def reports(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(engine: ForkServerEngine, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """The report of every rank. The keywords are the options of `groupprogram`."""
 
-    def run(fabric: str, *, world_size: int = 2, **options: object) -> list[Report]:
-        payload = json.dumps({"fabric": fabric, **options}).encode()
-        outcome = run_alone(engine, make_share(tmp_path_factory.mktemp(fabric), world_size, payload, deadline_s=240))
+    def run(backend: str, *, world_size: int = 2, **options: object) -> list[Report]:
+        payload = json.dumps({"backend": backend, **options}).encode()
+        outcome = run_alone(engine, make_share(tmp_path_factory.mktemp(backend), world_size, payload, deadline_s=240))
         assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
         return [json.loads(rank.payload or b"") for rank in outcome.ranks]
 
@@ -71,12 +72,12 @@ def same(one: Any, other: Any) -> bool:
 NO_ERROR = "none"
 
 
-def differing(stock: Mapping[str, Any], fabric: Mapping[str, Any]) -> set[str]:
+def differing(stock: Mapping[str, Any], backend: Mapping[str, Any]) -> set[str]:
     """What differs: "raises" where only one of the two does, "error" where its type does, or what was seen."""
-    errors = [seen.get("error", NO_ERROR) for seen in (stock, fabric)]
+    errors = [seen.get("error", NO_ERROR) for seen in (stock, backend)]
     if errors != [NO_ERROR, NO_ERROR]:
         return set() if errors[0] == errors[1] else {"raises"} if NO_ERROR in errors else {"error"}
-    both = list(leaves(stock)), list(leaves(fabric))
+    both = list(leaves(stock)), list(leaves(backend))
     if [word for word, _ in both[0]] != [word for word, _ in both[1]]:
         return {"what_is_seen"}
     return {word for (word, one), (_, other) in zip(*both, strict=True) if not same(one, other)} - {"kept"}
@@ -95,7 +96,7 @@ class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept: bool = False
 
     def holds(self, seen: Mapping[str, Any]) -> bool:
-        """Whether the fabric did what it says."""
+        """Whether the backend did what it says."""
         return seen.get("error") in self.raises if self.raises else kept(seen) if self.kept else "error" not in seen
 
 
@@ -107,7 +108,7 @@ NAMED = msgspec.toml.decode(Path(__file__).with_name("differences.toml").read_by
 
 
 def named(call: str, aspects: set[str], seen: Mapping[str, Any]) -> Difference | None:
-    """The first difference that covers what differs, and of which the fabric does what it says."""
+    """The first difference that covers what differs, and of which the backend does what it says."""
     for difference in NAMED:
         covered = re.fullmatch(difference.calls, call) and aspects <= {*difference.aspects.split()}
         if covered and difference.holds(seen):
@@ -115,11 +116,11 @@ def named(call: str, aspects: set[str], seen: Mapping[str, Any]) -> Difference |
     return None
 
 
-def compare(stock: list[Report], fabric: list[Report]) -> tuple[set[Difference], dict[str, set[str]]]:
-    """The named differences that were met, and what differs else, by call. Calls that `fabric` lacks are left out."""
+def compare(stock: list[Report], backend: list[Report]) -> tuple[set[Difference], dict[str, set[str]]]:
+    """The named differences that were met, and what differs else, by call. Calls that `backend` lacks are left out."""
     met: set[Difference] = set()
     rest: dict[str, set[str]] = {}
-    for one, other in zip(stock, fabric, strict=True):
+    for one, other in zip(stock, backend, strict=True):
         for call, seen in other.items():
             aspects = differing(one[call], seen)
             difference = named(call, aspects, seen) if aspects else None
@@ -131,9 +132,9 @@ def compare(stock: list[Report], fabric: list[Report]) -> tuple[set[Difference],
 
 
 def test_every_call_does_what_gloo_does_or_what_is_named(stock: list[Report], reports: Reports):
-    fabric = reports("shared")
-    assert fabric[0].keys() == stock[0].keys() and len(stock[0]) > 500
-    met, rest = compare(stock, fabric)
+    backend = reports("shared")
+    assert backend[0].keys() == stock[0].keys() and len(stock[0]) > 500
+    met, rest = compare(stock, backend)
     assert rest == {}
     assert met == set(NAMED), "a difference that is none any more"
 
@@ -175,12 +176,12 @@ def test_a_fabric_that_does_otherwise_is_found(
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("tests.worker.collectiveprogram") as zygote:
-        yield zygote
+def ranks() -> Iterator[ForkServerEngine]:
+    with ForkServerEngine("tests.worker.collectiveprogram") as fork_server:
+        yield fork_server
 
 
-def test_ranks_that_disagree_are_told_so_at_once(ranks: ZygoteEngine, tmp_path: Path):
+def test_ranks_that_disagree_are_told_so_at_once(ranks: ForkServerEngine, tmp_path: Path):
     outcome = run_alone(ranks, make_share(tmp_path, 4, b"mismatch"))
     assert outcome.status == "crash"
     assert "all_gather of 16 bytes" in outcome.message
@@ -188,7 +189,7 @@ def test_ranks_that_disagree_are_told_so_at_once(ranks: ZygoteEngine, tmp_path: 
     assert not list(tmp_path.glob("fabric-*"))
 
 
-def test_a_message_that_does_not_fit_is_told_by_who_receives_it(ranks: ZygoteEngine, tmp_path: Path):
+def test_a_message_that_does_not_fit_is_told_by_who_receives_it(ranks: ForkServerEngine, tmp_path: Path):
     outcome = run_alone(ranks, make_share(tmp_path, 2, b"misfit"))
     assert outcome.status == "crash"
     message = "rank 0 sends 4 elements of bfloat16, and rank 1 receives 4 of float32"
@@ -199,11 +200,13 @@ def test_a_message_that_does_not_fit_is_told_by_who_receives_it(ranks: ZygoteEng
 GLOO = {"bfloat16 sums are rounded once", "reduce"}
 
 
-@pytest.mark.parametrize(("fabric", "not_so"), [("shared", set()), ("gloo", GLOO)])
-def test_every_collective_is_right_for_every_dtype(ranks: ZygoteEngine, tmp_path: Path, fabric: str, not_so: set[str]):
-    outcome = run_alone(ranks, make_share(tmp_path, 4, fabric.encode()))
+@pytest.mark.parametrize(("backend", "not_so"), [("shared", set()), ("gloo", GLOO)])
+def test_every_collective_is_right_for_every_dtype(
+    ranks: ForkServerEngine, tmp_path: Path, backend: str, not_so: set[str]
+):
+    outcome = run_alone(ranks, make_share(tmp_path, 4, backend.encode()))
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     reports = [json.loads(rank.payload or b"") for rank in outcome.ranks]
     assert len(reports) == 4
-    assert len(reports[0]) == 4 * 7 + 13 + 2 * (fabric == "shared")
+    assert len(reports[0]) == 4 * 7 + 13 + 2 * (backend == "shared")
     assert {name for report in reports for name, right in report.items() if not right} == not_so

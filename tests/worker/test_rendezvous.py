@@ -85,7 +85,8 @@ def join_and_reduce(folder: Path) -> tuple[str, str, list[float]]:
 
 def test_gloo_joins_through_a_tcp_store_under_the_prefix_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    # In an interpreter of its own: an earlier test may have put the shared fabric under the operators of this one.
+    # In an interpreter of its own: an earlier test may have put the shared-memory backend under the operators of this
+    # one.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as interpreter:
         joined = interpreter.submit(join_and_reduce, tmp_path).result(60)
     assert joined == ("cpu", "gloo", [1.0, 1.0])

@@ -12,7 +12,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from harness.checks.check import Witnesses
 from harness.checks.fp8_on import FOREIGN_PARTS, check_fp8_on
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
 from harness.plugins.gpu.levels import ask_torch
@@ -280,9 +280,9 @@ CASE = parse_case_id("single-rowwise-layers.1-v2048-gb1-sl16-s1-b16")  # small: 
 
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> RankTrace:
-    """The case on ranks whose zygote left torch's kernel where it is."""
+    """The case on ranks whose fork server left torch's kernel where it is."""
     options = {"device": "cpu", "arithmetic": "kernel"}
-    with ZygoteEngine("harness.worker.main", options) as engine:
+    with ForkServerEngine("harness.worker.main", options) as engine:
         request = RunRequest(case=CASE, arithmetic="kernel")
         (trace,) = traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request))
     return trace
@@ -303,7 +303,7 @@ def test_the_kernel_of_the_device_trains_and_is_not_the_exact_one(by_kernel: Ran
 
 
 def test_an_exact_matmul_that_was_not_asked_for_is_found(train: Train) -> None:
-    (trace,) = train(CASE, arithmetic="kernel")  # from a zygote that has the exact one
+    (trace,) = train(CASE, arithmetic="kernel")  # from a fork server that has the exact one
     (finding,) = findings(trace)
     assert (finding.rule, finding.values["device"], finding.ranks) == (FOREIGN_PARTS.name, "cpu", (0,))
 

@@ -1,4 +1,4 @@
-"""Jobs under torchrun end like those of the zygote: with the right culprit and its stacks, and nothing is left."""
+"""Jobs under torchrun end like those of the fork server: with the right culprit and its stacks, and nothing is left."""
 
 from __future__ import annotations
 

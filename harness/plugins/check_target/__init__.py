@@ -4,7 +4,7 @@ from harness.registry import Plugin
 
 PLUGIN = Plugin(
     name="check_target",
-    summary="whether a target does what the harness needs",
+    summary="checks of a target",
     section="Bugs and trainers",
     commands={"check-target": "harness.plugins.check_target.commands:check_target_command"},
 )

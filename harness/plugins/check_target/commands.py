@@ -1,4 +1,4 @@
-"""`fp8-harness check-target`, and its report: what works, what is judged, what to fix."""
+"""`fp8-harness check-target`, and its report: what works, what is checked, what to fix."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_exit_code(report: TargetReport) -> ExitCode:
-    """0 when nothing has to be fixed, 3 when the target refused all layouts, 4 when only the machine failed."""
+    """Return 0 when nothing has to be fixed, 3 when the target refused all layouts, 4 when only the machine failed."""
     if report.interrupted:
         return ExitCode.INTERRUPTED
     if report.nothing_ran:
@@ -134,7 +134,7 @@ def _checks(report: TargetReport) -> Iterator[Block]:
     )
     reasons = {name: _reasons(name, runs) for name in names}
     everywhere = ", ".join(name for name in names if not reasons[name]) or "nothing"
-    yield Section(blocks=(f"judged in {'every run' if len(runs) > 1 else 'the run'}: {everywhere}",))
+    yield Section(blocks=(f"checked in {'every run' if len(runs) > 1 else 'the run'}: {everywhere}",))
     rows = tuple(
         (name, f"{sum(name in run.checks for run in runs)} of {len(runs)}", first) if not index else ("", "", first)
         for name in names
@@ -207,7 +207,7 @@ Examples:
   fp8-harness check-target my_target --layout fsdp2 --layout tp4
 
 \b
-Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout, 4 the
+Exit codes: 0 it works, 1 something to fix, 3 it supports no layout, 4 the
 machine failed.
 """
 

@@ -1,4 +1,4 @@
-"""The check of a target: does a user's own training code work under the harness, and what can be judged of it?
+"""The check of a target: does a user's own training code work under the harness, and what can be checked of it?
 
 Runs a few tiny cases: on one rank and in every layout, in BF16 and in FP8, in float64 for sharp comparisons and in
 bfloat16 as users run it, each also without probes. What is wrong is found by the checks of any run and by the three
@@ -115,7 +115,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nothing_ran(self) -> bool:
-        """True where the target refused every layout, so that nothing was judged."""
+        """Return True if the target refused every layout, so that nothing was checked."""
         return not self.interrupted and all(run.refused is not None for run in self.runs)
 
     @property
@@ -128,7 +128,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_machine_failed(self) -> bool:
-        """True where nothing is wrong but runs that the machine ended: they say nothing of the target."""
+        """Return True if nothing is wrong but runs that the machine ended: they say nothing of the target."""
         return bool(self._unsound) and all(run.verdict is Verdict.INFRA for run in self._unsound)
 
 
@@ -167,7 +167,7 @@ def cases_there(options: CheckOptions, plan: Plan) -> tuple[tuple[Case, ...], Pl
 
 
 def check_target(project: Project, options: CheckOptions, plan: Plan, progress: Progress) -> TargetReport:
-    """Run the cases and gather what they say. Raises HarnessError when the module is not there."""
+    """Run the cases and gather what they say. Raises HarnessError if the module is not there."""
     check_targets([options.target], project.root)
     cases, plan = cases_there(options, plan)
     layouts = [case.layout for case in cases]
@@ -231,7 +231,7 @@ def _changed_by_probes(case: Case, run: Run, references: ReferenceRunner) -> lis
 
 
 def _first_difference(one: Run, other: Run) -> int | None:
-    """The first step whose loss or gradient norm is not bitwise the same on every rank; None where there is none."""
+    """Return the first step whose loss or gradient norm is not bitwise the same on every rank, or None."""
     pairs = zip(_numbers(one), _numbers(other), strict=False)
     return next((mine[0] for mine, theirs in pairs if mine != theirs), None)
 
@@ -304,7 +304,7 @@ def _facts(layout: str, model: ModelRecord) -> Built:
 
 
 def _notes(results: Iterable[CaseResult]) -> tuple[str, ...]:
-    """Settings of torch that a target changes and that change no number of this run."""
+    """Return settings of torch that a target changes and that change no number of this run."""
     traces: list[RankTrace] = [trace for result in results if result.run is not None for trace in result.run.traces]
     changes: dict[StateChange, None] = {change: None for trace in traces for change in trace.state}
     harmless = {change.name: change for change in changes if change.name in ("deterministic algorithms", "threads")}

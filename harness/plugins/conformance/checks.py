@@ -45,7 +45,7 @@ class OperatorCheck(Record, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Unique and readable: `amax.d1k-8x16-f32-m4-S0`."""
+        """Return unique and readable: `amax.d1k-8x16-f32-m4-S0`."""
         words = [
             self.row + (f".{'x'.join(map(str, self.sizes))}" if self.sizes else ""),
             "x".join(map(str, self.shape)),
@@ -61,7 +61,7 @@ class OperatorCheck(Record, frozen=True, kw_only=True):
 
     @property
     def row(self) -> str:
-        """The operator with its dim: `amax.d1k`."""
+        """Return the operator with its dim: `amax.d1k`."""
         return self.op + ("" if self.dim is None else f".d{self.dim}{'k' if self.keepdim else ''}")
 
 
@@ -82,7 +82,7 @@ class Output(Record, frozen=True, kw_only=True):
 class Observation(Record, frozen=True, kw_only=True):
     """What one rank observed in one check. `wire_bytes` are the bytes it received, `calls` the collectives.
 
-    `error` is empty when nothing was raised; `consequence` is True when the error only reports that another rank left.
+    `error` is empty when nothing was raised; `consequence` is True if the error only reports that another rank left.
     """
 
     rank: int
@@ -118,7 +118,7 @@ def local_shape(
 
 
 def axis_order(placements: Placements) -> list[int]:
-    """Mesh axes in the order in which they shard the tensor: those of `T` placements come last."""
+    """Return mesh axes in the order in which they shard the tensor: those of `T` placements come last."""
     return sorted(range(len(placements)), key=lambda axis: (placements[axis][0] == "T", axis))
 
 

@@ -10,9 +10,9 @@ import msgspec
 
 from harness.cli.options import json_option, print_note, print_report
 from harness.engine.cluster import Cluster
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.hardware import capacity_here, open_leases
 from harness.engine.node import LocalNode
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.hints import LIST_CHECKS
 from harness.jsonform import read_json
 from harness.plugins.conformance.checks import OperatorCheck, select_checks, shard_kind
@@ -87,7 +87,7 @@ def column(check: OperatorCheck) -> str:
 
 
 def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:
-    """The table, known deviations that occurred, and each check that is not as expected; `verbose`: or explained."""
+    """Return table, known deviations that occurred, and each check that is not as expected; `verbose`: or explained."""
     shown = Counter(name for check in document.checks if check.status == "known" for name in check.deviations)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())
@@ -169,7 +169,7 @@ def conformance_command(
     check_ranks()
     injections = [parse_injection(text).patch for text in inject]
     leases = open_leases(leases_in(state_folder()), "cpu")
-    node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options, print_note), leases, capacity_here("cpu"))
+    node = LocalNode(lambda options: ForkServerEngine(PROGRAM, options, print_note), leases, capacity_here("cpu"))
     with Cluster([node], note=print_note) as engine:
         started = time.perf_counter()
         conclusions = run_checks(engine, checks, injections)

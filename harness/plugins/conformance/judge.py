@@ -1,4 +1,4 @@
-"""Runs checks on ranks and judges what these observed.
+"""Runs checks on ranks and checks what these observed.
 
 Four questions: did it run, is the whole tensor right, are the placements valid, and did it receive no more bytes than
 necessary? A problem that a known deviation explains is not a failure; a known deviation without its problem is one.
@@ -124,7 +124,7 @@ def _is_uneven(check: OperatorCheck, placements: Placements) -> bool:
 
 
 def _empty_dims(check: OperatorCheck, placements: Placements) -> set[int]:
-    """Dims of the first input of which some rank has an empty shard."""
+    """Return dims of the first input of which some rank has an empty shard."""
     ranks = product(*(range(size) for size in check.axes))
     shapes = [local_shape(check.shape, placements, check.axes, coordinates) for coordinates in ranks]
     return {dim for shape in shapes for dim, length in enumerate(shape) if not length}
@@ -281,7 +281,7 @@ def uneven_move_pads(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="redistribute", pattern="all_gather.*all_reduce")
 def redistribution_gathers_before_it_reduces(check: OperatorCheck) -> bool:
-    """Mesh axes are redistributed from right to left: the shard is gathered first, then all of it is reduced."""
+    """Return mesh axes are redistributed from right to left: the shard is gathered first, then all of it is reduced."""
     return check.inputs[0] == ("Psum", "S0") and check.target == ("R", "R")
 
 

@@ -114,7 +114,7 @@ def reduced_dims(check: OperatorCheck) -> tuple[int, ...]:
 
 
 def own_partial(check: OperatorCheck, output: int) -> str | None:
-    """The Partial placement of an output after the operator reduced a sharded dim; None if it must not be Partial.
+    """Return Partial placement of an output after the operator reduced a sharded dim; None if it must not be Partial.
 
     Indices of `max` cannot be reduced, and a scale needs the reduced amax.
     """
@@ -139,7 +139,7 @@ def _moves_locally(check: OperatorCheck, dim: int, size: int, shape: tuple[int, 
 
 
 def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -> int | None:
-    """Return the dim of the view that is sharded the way `dim` of `shape` is, into `parts`; None if there is none.
+    """Return the dim of the view that is sharded the way `dim` of `shape` is, into `parts`, or None.
 
     It has the same number of elements in front of it and in its first shard.
     """
@@ -156,7 +156,7 @@ def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -
 def may_be_partial(check: OperatorCheck, axis: int, output: int, placement: str) -> bool:
     """Return whether an output may have this Partial placement on a mesh axis: an input's, or its own.
 
-    An operator may shard a replicated input to save work; whether the whole result is right is judged by its values.
+    An operator may shard a replicated input to save work; whether the whole result is right is checked by its values.
     """
     return placement == own_partial(check, output) or placement in [placements[axis] for placements in check.inputs]
 

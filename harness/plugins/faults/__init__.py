@@ -1,10 +1,10 @@
-"""Planted faults, and mutation testing: which checks find which fault."""
+"""Injected faults, and mutation testing: which checks find which fault."""
 
 from harness.registry import Injections, PageSection, Plugin
 
 PLUGIN = Plugin(
     name="faults",
-    summary="planted faults, and which checks find them",
+    summary="injected faults, and which checks find them",
     commands={"dev mutate": "harness.plugins.faults.commands:mutate_command"},
     injections={
         "fault:": Injections(

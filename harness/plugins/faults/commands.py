@@ -40,7 +40,7 @@ from harness.verdict import ExitCode
 
 _BASELINES = (
     "Of the faults that reached the target and must be detected; a fault counts if it was detected in every case that "
-    f"it reached. Two baselines judge the same runs: loss detects |loss - BF16| > {LOSS_ONLY_NATS} nats, sqnr a "
+    f"it reached. Two baselines see the same runs: loss detects |loss - BF16| > {LOSS_ONLY_NATS} nats, sqnr a "
     f"gradient of step 1 below {SQNR_DB:.0f} dB against one rank. Both detect a run that does not finish."
 )
 
@@ -57,7 +57,7 @@ def mutation_sections(matrix: MutationMatrix) -> list[Block]:
         f"undetected ({len(matrix.undetected)})": _ended(matrix.undetected),
         f"did not reach the target, so they prove nothing ({len(not_reached)})": not_reached,
         "equivalent, so no check can detect them": tuple(_equivalents(matrix.trials)),
-        f"not planted ({len(needs)})": needs,
+        f"not injected ({len(needs)})": needs,
         f"clean runs that failed, so detections in these cases prove nothing ({len(matrix.false_positives)})": _ended(
             matrix.false_positives
         ),
@@ -84,7 +84,7 @@ def mutation_section(matrix: MutationMatrix) -> Section:
             *([clean] if matrix.false_positives else []),
             trial_table(matrix.undetected, title="not detected"),
             trial_table(matrix.trials, title="all trials"),
-            Table(title="not planted", columns=("fault", "needs"), rows=tuple(matrix.not_planted.items())),
+            Table(title="not injected", columns=("fault", "needs"), rows=tuple(matrix.not_planted.items())),
         ),
     )
 
@@ -154,7 +154,7 @@ def _by_kind(trials: Iterable[Trial]) -> Table:
 
 
 def _share(trials: Sequence[Trial], detected: Callable[[Trial], bool]) -> str:
-    """`detected/all` faults; a fault counts if it was detected in every case it was planted in."""
+    """`detected/all` faults; a fault counts if it was detected in every case it was injected into."""
     names = {trial.fault for trial in trials}
     missed = {trial.fault for trial in trials if not detected(trial)}
     return f"{len(names - missed)}/{len(names)}"
@@ -196,7 +196,7 @@ fault applies to the cases or reaches the target.
 """
 
 
-_CASES = "Plant each in up to N cases."
+_CASES = "Inject each into up to N cases."
 
 
 @click.command("mutate", epilog=_EPILOG)
@@ -221,7 +221,7 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
 ) -> int:
     """Mutation testing: plant faults in passing cases and show which checks detect them.
 
-    Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
+    Without a tier, file, case or selection, faults are injected into the cases that the list names for them.
     """
     wanted = {name if name in FAULT_CLASSES else fault_named(name).name for name in names}
     faults = [fault for fault in all_faults().values() if not wanted or wanted & {fault.name, fault.group}]

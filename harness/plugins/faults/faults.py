@@ -1,6 +1,6 @@
-"""The planted faults: bugs of real FP8 training stacks, reproduced to measure which checks detect them.
+"""The injected faults: bugs of real FP8 training stacks, reproduced to measure which checks detect them.
 
-`faults.toml` lists the name, scope and effect of each; `harness/plugins/faults/worker/` has the code that plants it.
+`faults.toml` lists the name, scope and effect of each; `harness/plugins/faults/worker/` has the code that injects it.
 """
 
 import difflib
@@ -36,14 +36,14 @@ Shows = Literal[
     "trains", "nothing",
 ]  # fmt: skip
 
-# What a fault needs, by its `model`: not every one can be planted at a seam of torch, torchao or the harness.
+# What a fault needs, by its `model`: not every one can be injected at a seam of torch, torchao or the harness.
 NEEDS = {
     "any": "a case that it applies to",
     "llama": "a target that trains the Llama of the cases",
     "reference": "the reference target, whose code it changes",
 }
 
-PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
+PREFIX = "fault:"  # `fault:NAME` is the injection that injects a fault
 
 
 Texts = str | tuple[str, ...]
@@ -61,7 +61,7 @@ class ClassDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the first finding about a planted fault must name: one of these patterns each, where there are any.
+    """What the first finding about an injected fault must name: one of these patterns each, where there are any.
 
     `rank`: the one that has the fault, of runs of several ranks; "all": it names none, or every one. `cause`: words in
     place of those of its class. `unnamed`: what its class demands and its headline cannot name; `why` it cannot.
@@ -99,7 +99,7 @@ def _listed(texts: Texts) -> tuple[str, ...]:
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One planted fault.
+    """One injected fault.
 
     `where`: its scope, selectors one of which a case must match. `since_step`: the first step in which anything can
     differ. `model`: which targets have what it changes. `equivalent`: why the fault has no observable effect (an
@@ -144,18 +144,18 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def unrefuses(self) -> bool:
-        """True when a case that must be refused trains with it."""
+        """Return True if a case that must be refused trains with it."""
         return self.shows == "trains"
 
     def hosts(self, *, at_most: int | None = None) -> tuple[Case, ...]:
-        """Returns the first `at_most` host cases that it applies to, each of another kind; it has at least one.
+        """Return the first `at_most` host cases that it applies to, each of another kind; it has at least one.
 
         The first is the catalogue's, the second the same in bfloat16, and so on for every kind of layout.
         """
         return _hosts_of(self)[:at_most]
 
     def applies(self, case: Case) -> bool:
-        """Return True if the fault can be planted in this case and has its effect there.
+        """Return True if the fault can be injected into this case and has its effect there.
 
         A case with compiled blocks, a pipeline or context parallelism takes only scopes that name this axis: compiled
         blocks do not call what other faults patch, and in the other two their effect was not measured.
@@ -170,7 +170,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class HostKind(NamedTuple):
-    """What decides how sharply a host case is judged: sums in another order, and how much they round."""
+    """What decides how sharply a host case is checked: sums in another order, and how much they round."""
 
     layout: str  # pipeline, TP, HSDP, FSDP2, one rank
     dtype: str
@@ -191,7 +191,7 @@ def _hosts_of(fault: Fault) -> tuple[Case, ...]:
         kinds.setdefault(host_kind(case), case)
 
     def order(case: Case) -> tuple[bool, str, bool]:
-        """Sorts the layout of the first host case to the front, and within a layout bfloat16 to the end."""
+        """Sort the layout of the first host case to the front, and within a layout bfloat16 to the end."""
         kind = host_kind(case)
         return kind.layout != host_kind(cases[0]).layout, kind.layout, kind.dtype == "bfloat16"
 
@@ -226,7 +226,7 @@ def fault_named(name: str) -> Fault:
 
 @functools.cache
 def all_faults() -> Mapping[str, Fault]:
-    """Return all planted faults by name, in the order of `faults.toml`: class A first."""
+    """Return all injected faults by name, in the order of `faults.toml`: class A first."""
     tables = tomllib.loads(_LIST.read_text(encoding="utf-8")).items()
     return MappingProxyType({name: msgspec.convert({"name": name, **table}, Fault) for name, table in tables})
 

@@ -1,4 +1,4 @@
-"""Which rules found which planted fault: the proof that checks have teeth, as `dev mutate --record` measured it.
+"""Which rules found which injected fault: the proof that checks have teeth, as `dev mutate --record` measured it.
 
 Sealed JSON in the package and in a project of one's own. `explain --list faults` prints it.
 """
@@ -23,9 +23,9 @@ _CHECKS = tuple(dict.fromkeys(map(check_of, RULES)))  # and what finds ranks tha
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a case ended in which a fault was planted. `rules`: those that the clean case does not break, sorted.
+    """How a case ended in which a fault was injected. `rules`: those that the clean case does not break, sorted.
 
-    `misnamed`: what the first finding names otherwise or not at all, of what the fault and its class demand; None where
+    `misnamed`: what the first finding names otherwise or not at all, of what the fault and its class demand; None if
     there is no finding.
     """
 
@@ -57,7 +57,7 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def scores(self) -> dict[FaultClass, Counter[str]]:
-        """How right the headlines of every class are."""
+        """Return how right the headlines of every class are."""
         kills = ((all_faults()[name].group, kill) for name, cases in self.found.items() for kill in cases.values())
         return scores((group, kill.misnamed) for group, kill in kills if kill.misnamed is not None)
 
@@ -105,7 +105,7 @@ def kills_path(root: Path) -> Path:
 
 
 def read_kills(root: Path) -> Kills | None:
-    """Return what was recorded; None where nothing was. Raises `Damaged`."""
+    """Return what was recorded; None if nothing was. Raises `Damaged`."""
     try:
         return read_sealed(kills_path(root), Kills, remake="remove it.")
     except Missing:

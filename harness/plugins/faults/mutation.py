@@ -1,12 +1,12 @@
-"""Mutation testing: which planted faults the checks detect, compared with two common ways of testing FP8 training.
+"""Mutation testing: which injected faults the checks detect, compared with two common ways of testing FP8 training.
 
-Every fault is planted in one or two cases (its host cases), which are judged like any case. The baselines compare the
-loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The host cases also run clean: checks
-that fail there detect nothing. A host case that crashes as recorded runs with the candidate fix, under the fault and
-clean.
+Every fault is injected into one or two cases (its host cases), which are checked like any case. The baselines compare
+the loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The host cases also run clean:
+checks that fail there detect nothing. A host case that crashes as recorded runs with the candidate fix, under the fault
+and clean.
 
 A fault that changed nothing that a run records proves nothing about the checks, and one that raised while it was
-planted even less: its trial is `not_reached`.
+injected even less: its trial is `not_reached`.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class BaselineDetection(msgspec.Struct, frozen=True, kw_only=True):
     """What two common ways of testing FP8 training detect in a run: comparing losses, and the SQNR of gradients.
 
     `loss_gap`: largest |loss - golden| in nats, infinite for a run that did not finish. `sqnr_db`: of the worst
-    gradient of the first step against the solo witness; None if there is nothing to compare.
+    gradient of the first step against the single-rank reference; None if there is nothing to compare.
     """
 
     loss_gap: float
@@ -70,7 +70,7 @@ class BaselineDetection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def by_sqnr(self) -> bool:
-        """True if the SQNR is too low or the run did not finish."""
+        """Return True if the SQNR is too low or the run did not finish."""
         return math.isinf(self.loss_gap) or (self.sqnr_db is not None and not self.sqnr_db > SQNR_DB)
 
 
@@ -78,7 +78,7 @@ UNFINISHED = BaselineDetection(loss_gap=math.inf, sqnr_db=None)
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a host case, with a planted fault or clean."""
+    """One run of a host case, with an injected fault or clean."""
 
     fault: str | None  # None: clean
     group: FaultClass | None
@@ -89,10 +89,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int | None
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding
-    misnamed: tuple[str, ...] | None = None  # what it names otherwise or not at all; None where there is no finding
+    misnamed: tuple[str, ...] | None = None  # what it names otherwise or not at all; None if there is no finding
     baseline: BaselineDetection = msgspec.field(name="sight")
-    parity: float | None = None  # the largest relative distance of a gradient from solo; None where not compared
-    not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
+    parity: float | None = None  # the largest relative distance of a gradient from solo; None if not compared
+    not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when injected
 
     @property
     def checks(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def detected(self) -> bool:
-        """True if a check, or the engine, failed that does not fail in the clean run of the case."""
+        """Return True if a check, or the engine, failed that does not fail in the clean run of the case."""
         judged = not self.verdict.good and self.verdict not in (Verdict.INFRA, Verdict.NOT_RUN)
         return judged and bool(self.checks) and not self.not_reached
 
@@ -129,7 +129,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def undetected(self) -> tuple[Trial, ...]:
-        """Trials of faults that must be detected and were not."""
+        """Return trials of faults that must be detected and were not."""
         return tuple(trial for trial in self.trials if trial.is_proof and not trial.detected)
 
     @property
@@ -139,7 +139,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores(self) -> dict[FaultClass, Counter[str]]:
-        """How right the headlines of every class are."""
+        """Return how right the headlines of every class are."""
         return scores((trial.group, trial.misnamed or ()) for trial in self.scored if trial.group is not None)
 
     @property
@@ -149,7 +149,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def not_reached(self) -> tuple[Trial, ...]:
-        """Trials of faults that did not reach the target."""
+        """Return trials of faults that did not reach the target."""
         return tuple(trial for trial in self.trials if trial.not_reached)
 
     @property
@@ -159,7 +159,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hosts_among(project: Project, faults: Sequence[Fault], query: Query, *, at_most: int) -> Hosts:
-    """The cases to plant every fault in: the cheapest that `query` selects, or the catalogue's, on its target."""
+    """Return cases to plant every fault in: the cheapest that `query` selects, or the catalogue's, on its target."""
     known = known_here(project)
     if msgspec.structs.replace(query, target=None) == Query():
         usual = {fault.name: trained_by(query.target, fault.hosts()) for fault in faults}
@@ -171,7 +171,7 @@ def hosts_among(project: Project, faults: Sequence[Fault], query: Query, *, at_m
     }
 
 
-def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
+def run_mutations(  # noqa: PLR0913  what is injected where, and what runs it
     project: Project,
     faults: Sequence[Fault],
     hosts: Hosts,
@@ -249,7 +249,7 @@ class _PlantingResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TrialWork:
-    """Runs plantings on one engine. The witnesses are run once, without faults."""
+    """Runs injections on one engine. The references are run once, without faults."""
 
     def __init__(
         self, project: Project, cases: Sequence[Case], plan: Plan, executor: Executor, progress: Progress
@@ -285,7 +285,7 @@ class _TrialWork:
         return _PlantingResult(planting=planting, result=result, baseline=baseline, reached=reached)
 
     def tell(self, tried: _PlantingResult) -> bool:
-        """Say which checks detect it, in a line of its own where a clean run fails or a fault is not detected."""
+        """Say which checks detect it, in its own line where a clean run fails or a fault is not detected."""
         result = tried.result
         expected = result.verdict.good == (tried.fault is None or tried.fault.equivalent is not None)
         checks = ", ".join(sorted(_checks(result))) or "no finding"
@@ -349,7 +349,7 @@ def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
 
 
 def _misnamed(planting: _Planting, findings: Sequence[Finding]) -> tuple[str, ...] | None:
-    """What the headline misnames; None where there is none. The list has the modules of the reference target."""
+    """Return what the headline misnames, or None. The list has the modules of the reference target."""
     fault, case = planting.fault, planting.case
     if fault is None or fault.equivalent is not None or not findings:
         return None
@@ -357,7 +357,7 @@ def _misnamed(planting: _Planting, findings: Sequence[Finding]) -> tuple[str, ..
 
 
 def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
-    """Why a planting says nothing about the checks; empty where it does, and for a fault that must have no effect."""
+    """Why a planting says nothing about the checks; empty if it does, and for a fault that must have no effect."""
     broken = next((reached.broken for reached in tried.reached.values() if reached.broken), "")
     if broken or clean is None or tried.fault is None or tried.fault.equivalent is not None:
         return broken
@@ -381,14 +381,14 @@ def recorded_kills(matrix: MutationMatrix, before: Kills | None = None) -> Kills
 
 
 class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What distinguishes a run with a planted fault from the clean run."""
+    """What distinguishes a run with an injected fault from the clean run."""
 
-    digest: str  # of everything that the ranks recorded, but for time and memory of the process
+    digest: str  # of everything that the ranks recorded, except time and memory of the process
     broken: str = ""  # what the code of the fault itself raised
 
 
 def fault_effect(run: Run) -> FaultEffect:
-    """Return the digest of all records of a run, and the error of the planted fault's own code, if any."""
+    """Return the digest of all records of a run, and the error of the injected fault's own code, if any."""
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():
         steps = tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps)

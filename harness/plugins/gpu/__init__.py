@@ -4,6 +4,6 @@ from harness.registry import Plugin
 
 PLUGIN = Plugin(
     name="gpu",
-    summary="what GPUs and the installed versions prove",
+    summary="evidence from GPUs and installed versions",
     commands={"dev evidence": "harness.plugins.gpu.commands:evidence_command"},
 )

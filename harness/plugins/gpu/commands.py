@@ -36,7 +36,7 @@ from harness.workflow import run
 _EPILOG = """\b
 Examples:
   fp8-harness dev evidence formulas --reason "torch 2.15.0 is released"
-  fp8-harness dev evidence proof smoke --device cpu -o fabric=gloo \\
+  fp8-harness dev evidence proof smoke --device cpu -o backend=gloo \\
       --fault amax_without_abs
   fp8-harness dev evidence all --device cuda
       all that these GPUs support; lists the rest
@@ -76,14 +76,14 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> int:
-    """Verify what the harness assumes of torch, torchao and GPUs, and store the evidence with the goldens.
+    """Verify assumptions about torch, torchao and GPUs, and store the evidence with the goldens.
 
-    formulas: what the installed versions of torch and torchao send, cast, multiply and keep; needs no GPU, and runs
+    formulas: traffic, casts, matmuls and memory of the installed torch and torchao; needs no GPU, and runs
     tier pr by default. Later runs with these versions take a disagreement for a fault; with other versions it is
     `changed`.
 
     kernel: the float8 matmul of one GPU beside the exact one, for all inputs that a GPU accepts. proof: the exact
-    matmul with real collectives, clean and with every planted fault. native: the real kernels in bfloat16, judged;
+    matmul with real collectives, clean and with every injected fault. native: the real kernels in bfloat16, checked;
     their goldens and noise are stored. all: these three, as far as the devices support them. On a CPU each is a
     rehearsal.
     """
@@ -123,7 +123,7 @@ def _planted(names: tuple[str, ...]) -> tuple[PlantedFault, ...]:
 
 
 def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible: int) -> list[Level]:
-    """The levels that the devices can prove. Of several the others are named; HarnessError where none is left."""
+    """Return the levels that the devices can prove. Of several the others are named; HarnessError if none is left."""
     against = {level: None if facts is None else obstacle(level, facts, visible) for level in levels}
     possible = [level for level, error in against.items() if error is None]
     errors = [error for error in against.values() if error is not None]

@@ -1,4 +1,4 @@
-"""The kernel check: one call of a device's `_scaled_mm` beside the exact one, asked of a process of its own."""
+"""The kernel check: one call of a device's `_scaled_mm` beside the exact one, asked of its own process."""
 
 from typing import Literal
 
@@ -44,7 +44,7 @@ class KernelCheck(Record, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Unique and readable: `rowwise-32x1024x64-e4m3xe4m3-b16-fast-integers`."""
+        """Return unique and readable: `rowwise-32x1024x64-e4m3xe4m3-b16-fast-integers`."""
         words = [self.scaling, f"{self.m}x{self.k}x{self.n}", f"{self.a}x{self.b}", _SHORT[self.out]]
         marks = [word for word, on in (("fast", self.fast), ("bias", self.bias), ("v2", self.v2)) if on]
         return "-".join([*words, *marks, self.misfit or self.values])

@@ -65,7 +65,7 @@ REASONS = {
 
 
 def value_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
-    """Calls that a GPU takes, whose results are compared. Ids are unique."""
+    """Call that a GPU takes, whose results are compared. Ids are unique."""
     blocks = _blocks() if capability >= BLOCKS_FROM else ()
     return tuple(dict.fromkeys((*_tensorwise(), *_rowwise(), *_special(), *blocks)))
 
@@ -100,7 +100,7 @@ def _blocks() -> Iterator[KernelCheck]:
 
 
 def _special() -> Iterator[KernelCheck]:
-    """Operands and scales with something in them that must come out, and no tokens at all."""
+    """Yield operands and scales with something in them that must come out, and no tokens at all."""
     for fast in (False, True):
         for scaling in ("tensorwise", "rowwise"):
             for values in ("nan", "zero_scale"):
@@ -146,7 +146,7 @@ def allowed_of_sum(check: KernelCheck, accumulator: Accumulator) -> float:
 
 
 def is_exact(check: KernelCheck) -> bool:
-    """Return True where every kernel must give the bits of the exact one."""
+    """Return True if every kernel must give the bits of the exact one."""
     return check.values == "integers"
 
 

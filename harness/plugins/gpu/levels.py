@@ -1,9 +1,9 @@
 """Evidence about GPUs, level by level: what can be tried on these devices, trying it, and the report of one level.
 
 - kernel: the float8 matmul of one device beside the exact one. Needs one device and no cases.
-- proof: the exact matmul with everything else real. Clean cases pass, and every planted fault is found.
+- proof: the exact matmul with everything else real. Clean cases pass, and every injected fault is found.
 - native: the kernels and collectives of the device in bfloat16, as users run them. Makes the goldens of this class of
-  hardware that are missing, judges every case by every check, measures the noise over seeds, and looks whether probes
+  hardware that are missing, checks every case by every check, measures the noise over seeds, and looks whether probes
   or a second run change a bit.
 """
 
@@ -53,7 +53,7 @@ ARITHMETIC: Mapping[Level, Arithmetic] = {"kernel": "kernel", "proof": "exact", 
 DTYPE: Mapping[Level, str] = {"proof": "float64", "native": "bfloat16"}
 _TIERS = {"cpu": ("smoke",), "cuda": ("smoke", "pr")}
 _READ_BY_DEVICES = ("NCCL_", "CUBLAS", "NVIDIA_TF32", "TORCH_NCCL", "CUDA_DEVICE")
-NO_REFUSALS = "refusals: torch's CPU kernel refuses less than a GPU's, so none is compared"
+NO_REFUSALS = "rejected calls are not compared: torch's CPU kernel rejects fewer than a GPU"
 _PROOF = "evidence proof"
 _ALL = 99  # host cases of a fault
 _SMALL = 2  # ranks of the cases of a rehearsal
@@ -74,12 +74,12 @@ class Work(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Ranks that run at the same time: devices of this machine, or slots of its CPU."""
+        """Return ranks that run at the same time: devices of this machine, or slots of its CPU."""
         return self.plan.capacity.largest
 
     @property
     def leases(self) -> Leases:
-        """The slots of this machine that cases of this plan run on."""
+        """Return the slots of this machine that cases of this plan run on."""
         return open_leases(self.project.lease_folder(), self.plan.device, self.slots)
 
 
@@ -93,7 +93,7 @@ class Interrupted(Exception):
 
 
 def ask_torch() -> TorchFacts:
-    """Ask torch about this machine. HarnessError where the process that asks it fails."""
+    """Ask torch about this machine. HarnessError if the process that asks it fails."""
     with unleased_cluster(_FACTS_PROGRAM, 1) as cluster:
         outcome = cluster.run(Job(job_id="facts", world_size=1, payload=b"", deadline_s=_FACTS_DEADLINE_S))
     if outcome.status != "ok":
@@ -104,7 +104,7 @@ def ask_torch() -> TorchFacts:
 
 
 def obstacle(level: Level, facts: TorchFacts, visible: int) -> HarnessError | None:
-    """Why the CUDA devices here cannot prove this level; None where they can. `visible`: how many may be used."""
+    """Return why the CUDA devices here cannot prove this level; None if they can. `visible`: how many may be used."""
     return next(_obstacles(level, facts, visible), None)
 
 
@@ -184,7 +184,7 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
 
 
 def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tuple[tuple[Case, ...], tuple[str, ...]]:
-    """The cases of this level among those that are asked for, by default those of small tiers, and what is left out.
+    """Return cases of this level among those that are asked for, by default those of small tiers, and what is left out.
 
     Raises `NothingSelected` where none is left.
     """
@@ -216,13 +216,13 @@ def without_obstacles(cases: Sequence[Case], plan: Plan) -> tuple[list[Case], Ma
 
 
 def kernel_level(work: Work) -> LevelOutcome:
-    """What this level finds on a device that is free. Raises RanksFailed where the rank fails outside of any check."""
+    """Return what this level finds on a device free. Raises RanksFailed where the rank fails outside of any check."""
     facts, plan = work.facts, work.plan
     capability = kernels.BLOCKS_FROM if facts is None else facts.devices[0].capability  # a CPU rehearses all of it
     refusals = () if facts is None else kernels.refusal_checks(capability)
     checks = (*kernels.value_checks(capability), *refusals)
     accumulator: kernels.Accumulator = "float32" if plan.device == "cpu" else "tensor_core"
-    plan = msgspec.structs.replace(plan, program=kernels.PROGRAM, engine="zygote")
+    plan = msgspec.structs.replace(plan, program=kernels.PROGRAM, launcher="fork")
     node = local_node(plan, work.project, work.progress.note)
     with Cluster([node], note=work.progress.note) as cluster:
         conclusions = kernels.run_checks(cluster, checks, device=plan.device, accumulator=accumulator)
@@ -263,7 +263,7 @@ def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
 
 
 def default_faults(device: str) -> tuple[PlantedFault, ...]:
-    """Return all planted faults; in a rehearsal one of each class, in a small case."""
+    """Return all injected faults; in a rehearsal one of each class, in a small case."""
     faults = tuple(catalogue_of_faults(_PROOF).all_faults().values())
     if device != "cpu":
         return faults
@@ -291,7 +291,7 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _planted(trial: Any) -> LevelItem:
-    """Return a fault without an effect must not be found, and one that breaks when planted proves nothing."""
+    """Return a fault without an effect must not be found, and one that breaks when injected proves nothing."""
     verdict = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
     says = tuple(filter(None, [trial.not_reached, ", ".join(trial.checks)]))
     good = trial.detected != trial.equivalent and not trial.not_reached
@@ -299,7 +299,7 @@ def _planted(trial: Any) -> LevelItem:
 
 
 def native_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
-    """What this level finds. Stores goldens, before the cases are judged by them, and the noise of this class."""
+    """What this level finds. Stores goldens, before the cases are checked by them, and the noise of this class."""
     made = _missing_goldens(work, cases)
     judged, _ = run(work.project, Query(sources=tuple(map(case_id, cases))), work.plan, work.progress)
     _unless(judged.end.interrupted)
@@ -322,7 +322,7 @@ def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]
 
 
 def _noise(work: Work, cases: Sequence[Case]) -> LevelOutcome:
-    """The distances to BF16 over seeds, of up to two layouts of every kind of case that has no recorded fault."""
+    """Return distances to BF16 over seeds, of up to two layouts of every kind of case that has no recorded fault."""
     chosen = noise.over_seeds(noise.measured_cases(cases, layouts=2, known=known_here(work.project)), work.seeds)
     if not chosen:
         return LevelOutcome((), ("noise: not measured, without seeds or without a case to measure",))
@@ -373,7 +373,7 @@ def _bits(work: Work, cases: Sequence[Case], judged: Sequence[CaseResult]) -> li
 
 
 def _curve(result: CaseResult) -> tuple[tuple[float, float], ...]:
-    """Loss and gradient norm of every step of every rank; empty where a rank did not finish."""
+    """Return loss and gradient norm of every step of every rank; empty if a rank did not finish."""
     traces = result.run.traces if result.run is not None and result.run.complete else ()
     return tuple((step.loss, step.grad_norm) for trace in traces for step in trace.steps)
 
@@ -389,7 +389,7 @@ def _same(name: str, one: Sequence[object], other: Sequence[object], *, must: bo
 
 def _case_item(result: CaseResult, prefix: str = "") -> LevelItem:
     numbers = {name: getattr(result.measured, name, None) for name in ("loss_distance", "parity", "local_parity")}
-    unjudged = [f"not judged: {skipped.check}: {skipped.reason}" for skipped in result.not_judged]
+    unjudged = [f"not checked: {skipped.check}: {skipped.reason}" for skipped in result.not_judged]
     return LevelItem(
         name=f"{prefix}{result.case_id}",
         verdict=result.verdict.value,

@@ -29,7 +29,7 @@ _MOST_CHANGES = 40
 
 
 class LevelItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that was tried: a check of a kernel, a case, a planted fault, a golden.
+    """One thing that was tried: a check of a kernel, a case, an injected fault, a golden.
 
     `numbers` are finite, such as "error_of_sum"; `says` are the problems, or what a fault was detected by.
     """
@@ -58,12 +58,12 @@ class LevelReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def good(self) -> bool:
-        """True if something was tried and everything is as it must be."""
+        """Return True if something was tried and everything is as it must be."""
         return bool(self.items) and all(item.good for item in self.items)
 
     @property
     def rehearsed(self) -> bool:
-        """True for a rehearsal on a CPU, which proves the command and nothing about a GPU."""
+        """Return True for a rehearsal on a CPU, which proves the command and nothing about a GPU."""
         return self.environment.device == "cpu"
 
 
@@ -73,7 +73,7 @@ def level_path(root: Path, hardware: str, level: Level) -> Path:
 
 
 def read_level(root: Path, hardware: str, level: Level) -> LevelReport | None:
-    """Return the stored evidence; None where there is none. Raises `Damaged`."""
+    """Return the stored evidence, or None. Raises `Damaged`."""
     try:
         return read_sealed(level_path(root, hardware, level), LevelReport, remake="remove it and make it again.")
     except Missing:
@@ -128,7 +128,7 @@ def level_line(report: LevelReport) -> str:
 
 
 def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section:
-    """Return the summary. `changed` since the evidence that it replaces; None where there was none."""
+    """Return the summary. `changed` since the evidence that it replaces; None if there was none."""
     rehearsed = "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
     bad = [item for item in report.items if not item.good]
     wrong = tuple(f"{item.name}: {item.verdict}{''.join(f'; {line}' for line in item.says[:2])}" for item in bad)

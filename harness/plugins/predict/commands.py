@@ -60,11 +60,11 @@ Examples:
       --dp-shard 64 --recipe tensorwise --verify
 
 \b
-Nothing is run: shapes, bytes and refusals are exact, times are a model.
+Nothing is run: shapes, bytes and errors are exact, times are a model.
 --verify lets the first and the last rank take two steps without data, with
-the real float8 and parallel code: wire, matmuls and memory must be those of
+the real float8 and parallel code: traffic, matmuls and memory must match
 the formulas.
-Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a
+Exit codes: 0 it can run, 1 it cannot, or --verify found a
 difference.
 """
 _SPEEDUP_EPILOG = """\b
@@ -97,8 +97,8 @@ MAX_WORLD = 4096
 # Why predictions and timings have no use for these axes.
 _NO_AXES = {"steps": "every step costs the same", "target": "a Llama costs the same, whoever trains it"}
 
-_PAIRS = "Pairs of jobs, one of the case and one of its BF16 twin."
-_WORLD = "Total ranks; FSDP takes those that TP and replicas leave."
+_PAIRS = "Pairs of jobs, one of the case and one of its BF16 counterpart."
+_WORLD = "Total ranks; FSDP takes what TP and replicas leave."
 _machine_option = functools.partial(click.option, "--machine", metavar="NAME")
 
 
@@ -183,7 +183,7 @@ def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) 
     "predict", cls=Group, epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64"
 )
 def predict() -> None:
-    """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""
+    """Predict costs, layouts and FP8 speedup of a case or model, or measure its speed."""
 
 
 @predict.command("cost", epilog=_COST_EPILOG)
@@ -227,7 +227,7 @@ def cost_command(
 )
 @options.json_option("the ranks and their costs")
 def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
-    """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
+    """Predict shapes, traffic, memory and errors of a case on up to 4,096 ranks, without running it."""
     if sweep_it and verify_it:
         raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
     known = known_here(options.project_of())
@@ -280,7 +280,7 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> int:
-    """Time FP8 cases against their BF16 twins of the same layout, alternately."""
+    """Time FP8 cases against their BF16 counterparts of the same layout, alternately."""
     if len(set(cases)) < len(cases):
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
     timed = [timed_case(case, warmup=warmup, steps=steps) for case in cases]

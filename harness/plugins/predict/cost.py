@@ -58,7 +58,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     bubble: float  # the share of a step in which a stage waits, if all computed equally long and nothing was sent
     wire: Mapping[str, Sent]  # by kind, dtype and mesh axis
     wire_of_axis: Mapping[str, Sent]  # all of them, by mesh axis
-    saved_bytes: int | None  # for backward; None where a compiler chooses
+    saved_bytes: int | None  # for backward; None if a compiler chooses
     parameters: int
     active_parameters: int  # by which one token is multiplied: fewer where it is sent to some experts
 
@@ -104,7 +104,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast one device trains. MFU is a share of 1; None where the device or its peak in a dtype is not known.
+    """How fast one device trains. MFU is a share of 1; None if the device or its peak in a dtype is not known.
 
     `mfu_bf16_peak` holds all work against the BF16 peak, as torchtitan does; with float8 it is more than the device
     is used. `mfu_fp8_peak` holds all work against the FP8 peak. `mfu_weighted` is the time that the work takes at the
@@ -124,7 +124,7 @@ def speed(case: Case, tokens_per_s: float, device: Peak | None) -> Speed:
     total = sum(tflops.values())
     if device is None:
         return Speed(tokens_per_s=tokens_per_s, tflops=total)
-    # The sum of work over peak; None where the device has no peak in one of the dtypes.
+    # The sum of work over peak; None if the device has no peak in one of the dtypes.
     shares = [done / peak if (peak := device.tflops(precision)) else None for precision, done in tflops.items()]
     return Speed(
         tokens_per_s=tokens_per_s,
@@ -149,7 +149,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judged(self) -> str:
-        """How both compare; empty where one is not known."""
+        """Return how both compare; empty if one is not known."""
         both = self.measured, self.formula
         return "" if None in both else "equal" if both[0] == both[1] else "DIFFERS"
 
@@ -172,7 +172,7 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_report(case: Case, result: CaseResult) -> CostReport:
-    """Return what a run of the case measured. HarnessError where no rank finished."""
+    """Return what a run of the case measured. HarnessError if no rank finished."""
     measured, traces = result.measured, () if result.run is None else result.run.traces
     if measured is None or not traces:
         raise HarnessError("nothing was measured: no rank finished.", where=result.case_id)
@@ -252,22 +252,22 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> int:
-        """Bytes that live between steps."""
+        """Return bytes that live between steps."""
         return self.parameters + self.buffers + self.optimizer
 
     @property
     def before_backward(self) -> int:
-        """Bytes between forward and backward: exact."""
+        """Return bytes between forward and backward: exact."""
         return self.state + self.saved + self.kept
 
     @property
     def certain(self) -> int:
-        """The larger of the exact numbers of bytes: between forward and backward, and after backward."""
+        """Return the larger of the exact numbers of bytes: between forward and backward, and after backward."""
         return max(self.before_backward, self.state + self.gradients)
 
     @property
     def peak(self) -> int:
-        """The most of the moments that are listed: in backward of the loss, of the last block and of the first, and in
+        """Return most of the moments listed: in backward of the loss, of the last block and of the first, and in
         the update. A lower bound: casts in eager float8, and what else is alive for a moment, are missing.
         """
         last = self.before_backward - self.probabilities + self.block
@@ -315,7 +315,7 @@ def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
 
 
 def _attention_bytes(case: Case) -> int:
-    """Output and logsumexp of attention in every block that `selective_op` wraps."""
+    """Return output and logsumexp of attention in every block that `selective_op` wraps."""
     if case.checkpointing.mode != "selective_op":
         return 0
     query = local_features(case, "attention.wq")[1] * ITEM_BYTES[case.train.dtype]
@@ -338,7 +338,7 @@ def _loss_bytes(case: Case, probabilities: int) -> int:
 
 
 def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
-    """Weights of two blocks as FSDP2 gathers them, and of one: unreduced gradients, what recomputing saves, gradients.
+    """Weigh of two blocks as FSDP2 gathers them, and of one: unreduced gradients, what recomputing saves, gradients.
 
     The last are those of the feed-forward: two as wide as the model, three as wide as its hidden features. `units`: of
     the last block.

@@ -1,9 +1,9 @@
 """What FP8 gains: by prediction with its recipes, parts of a step and linears; and as measured, with an interval.
 
-Measured, a case and its BF16 twin run in turns. Every pair is two jobs on fresh ranks, one right after the other; which
-is first alternates, so that a drift of the machine cancels out. A job is timed by the median of its steps after the
-warm-up, each on its slowest rank. No probe is installed. A step includes the norm of all gradients, which the harness
-takes as trainers that clip do.
+Measured, a case and its BF16 counterpart run in turns. Every pair is two jobs on fresh ranks, one right after the
+other; which is first alternates, so that a drift of the machine cancels out. A job is timed by the median of its steps
+after the warm-up, each on its slowest rank. No probe is installed. A step includes the norm of all gradients, which the
+harness takes as trainers that clip do.
 """
 
 import math
@@ -195,7 +195,7 @@ def compiled(case: Case) -> Case:
 
 
 def conversions(case: Case, machine: Machine) -> tuple[Conversion, ...]:
-    """Every linear in the order of a block, then the output layer. A linear that is kept is costed as if converted."""
+    """Return every linear by a block, then the output layer. A linear that is kept is costed as if converted."""
     converted = replace(case, float8=replace(case.float8, output_layer=True, filter_fqns=()))
     pairs: defaultdict[str, list[tuple[Gemm, Gemm]]] = defaultdict(list)
     for pair in zip(gemms(replace(case, float8=Float8())), gemms(converted), strict=True):
@@ -253,7 +253,7 @@ def _assumptions(machine: Machine) -> Iterator[str]:
     )
     yield f"predicted speed-ups were within {error:.0%} of those published for {devices}"
     yield "blocks are compiled where not said otherwise; under TP tensorwise has float8 TP styles, others plain ones"
-    yield "the host is modelled for eager blocks alone: compiled small models are slower than predicted"
+    yield "the host is modeled for eager blocks alone: compiled small models are slower than predicted"
     yield from machine.rates.words
 
 
@@ -271,7 +271,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """One case. `speedup` is None where a job failed, `failed` then its result."""
+    """One case. `speedup` is None if a job failed, `failed` then its result."""
 
     case_id: str
     twin_id: str
@@ -292,13 +292,17 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def timed_case(case: Case, *, warmup: int, steps: int) -> Case:
-    """The case with so many steps. Raises `HarnessError` for one that has no twin, or that does not train through."""
+    """Return case with these steps. Raises `HarnessError` for one that has no BF16 counterpart, or that does not train
+    through.
+    """
     where = case_id(case)
     if not case.float8.enabled:
-        raise HarnessError("the case converts nothing.", where=where, fix="give a case with FP8; its twin is BF16.")
+        raise HarnessError(
+            "the case converts nothing.", where=where, fix="give a case with FP8; its counterpart is BF16."
+        )
     refusal = expected_refusal(case)
     if refusal is not None:
-        raise HarnessError(f"torch refuses this case: {refusal.reason}.", where=where)
+        raise HarnessError(f"torch rejects this case: {refusal.reason}.", where=where)
     if case.train.resume != "none":
         raise HarnessError("a run that is resumed has other steps.", where=where, fix="give it without resuming.")
     return replace(case, train=replace(case.train, steps=warmup + steps))
@@ -307,7 +311,7 @@ def timed_case(case: Case, *, warmup: int, steps: int) -> Case:
 def measure_speed(
     project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, pairs: int, warmup: int
 ) -> tuple[tuple[CaseSpeed, ...], RunResult]:
-    """The speed of every case, up to its first job that is not good, and all results, which are stored as a run."""
+    """Return speed of every case, up to its first job that is not good, and all results, which are stored as a run."""
     plan = replace(plan.serving(cases), probed=False)
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]
@@ -367,7 +371,9 @@ def _numbers(case: Case, result: CaseResult) -> Measured:
 
 
 def speedup(case: Case, twin: Case, pairs: Sequence[Timed]) -> Speedup:
-    """Return how much faster the case is than its twin: the mean of the logarithms of the ratios, with its interval."""
+    """Return how much faster the case is than its BF16 counterpart: the mean of the logarithms of the ratios, with its
+    interval.
+    """
     ratio, low, high = interval([pair.twin_s / pair.case_s for pair in pairs])
     return Speedup(
         twin=case_id(twin),
@@ -390,7 +396,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def t_quantile(degrees: int) -> float:
-    """The quantile of Student's t that 95 % lie within on both sides: the expansion 26.7.5 of Abramowitz and Stegun.
+    """Return quantile of Student's t that 95 % lie within on both sides: the expansion 26.7.5 of Abramowitz and Stegun.
 
     Within 1 % of the exact value from 2 degrees of freedom on.
     """

@@ -48,8 +48,8 @@ IMBALANCE = 2  # times as many rows as the mean
 _ENDS = (Verdict.CRASH, Verdict.HANG)
 _NAMES = 3  # of weights that a sentence lists
 ASSUMPTIONS = (
-    "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
-    "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
+    "shapes, alignment, communicated bytes, calls, and memory between forward and backward are exact for eager blocks",
+    "sent_bytes assumes ring algorithms; nodes have consecutive ranks",
     "the peak of memory is a lower bound: published peaks of 8B and 70B, compiled, are 1.14 and 1.17 times as high",
     "the time of a step is a model, whose rates `predict speedup` prints",
 )
@@ -60,7 +60,7 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     """Of one rank. `rows`: that its experts get in a forward of a block, where tokens are spread evenly.
 
     `sent_bytes`: by all-to-all in a step, in forward, recomputation and backward. `more_s`, `more_bytes`: what a step
-    takes longer, and saves more for backward, on a rank whose experts get `IMBALANCE` times as many rows; None where no
+    takes longer, and saves more for backward, on a rank whose experts get `IMBALANCE` times as many rows; None if no
     time is predicted, or where a compiler chooses what is saved.
     """
 
@@ -127,14 +127,14 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[Memory, ...]  # of the first and the last rank: no rank has more than the first
     peak_bytes: int
     device_bytes: int
-    step_s: float | None  # predicted; None where the peak of the device in the dtype of the case is not known
+    step_s: float | None  # predicted; None if the peak of the device in the dtype of the case is not known
     tokens_s: float | None  # of a device
     experts: Routed | None = None
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     @property
     def fits(self) -> bool:
-        """True where the lower bound of the peak is below the memory of the device."""
+        """Return True if the lower bound of the peak is below the memory of the device."""
         return self.peak_bytes <= self.device_bytes
 
 
@@ -192,7 +192,7 @@ def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
 
 
 def shards(case: Case) -> tuple[Shard, ...]:
-    """Return how every distinct weight is sharded; blocks are alike, but for the first where others have experts."""
+    """Return how every distinct weight is sharded; blocks are alike, except the first where others have experts."""
     units = fsdp_units(case, 0)
     distinct = [unit for unit in units if not unit.name.startswith("layers.") or unit.name.split(".")[1] in ("0", "1")]
     sharded = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)
@@ -252,7 +252,7 @@ def _warnings(
 ) -> Iterator[Reason]:
     yield from (Reason(fault.name, fault.reason) for fault in matching(known, case) if fault.verdict not in _ENDS)
     if case.layout.tp > 1 and crosses_nodes(case.layout, "tp", machine.gpus_per_node):
-        yield Reason("tp-between-nodes", "TP groups have ranks of several nodes, and nothing hides their waits")
+        yield Reason("tp-between-nodes", "TP groups span several nodes, and nothing overlaps their communication")
     if empty := [shard for shard in sharded if shard.empty_ranks]:
         most = max(shard.empty_ranks for shard in empty)
         names = ", ".join(shard.weight for shard in empty[:_NAMES])
@@ -328,7 +328,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differs(self) -> bool:
-        """True where they are farther apart, and no recorded fault explains it."""
+        """Return True if they are farther apart, and no recorded fault explains it."""
         return abs(self.formula - self.found) > self.slack and not self.known
 
 
@@ -355,7 +355,7 @@ def require_simulable(case: Case) -> None:
         "experts": case.model.experts > 0,
     }
     for axis in (name for name, stands in other.items() if stands):
-        what = f"simulated ranks train the reference Llama by its plain step, which has no {axis} of its own."
+        what = f"simulated ranks train the reference Llama with a plain step, which ignores {axis}."
         raise HarnessError(what, where=case_id(case), fix="leave out --verify, or give a case with the default.")
 
 
@@ -400,7 +400,7 @@ def _compared(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
 
 
 def _formulas(case: Case, rank: int) -> Counter[str]:
-    """Calls and bytes of collectives, matmuls by shape, and FLOPs, in words."""
+    """Call and bytes of collectives, matmuls by shape, and FLOPs, in words."""
     wanted: Counter[str] = Counter()
     for term in expected_transfers(case, step=2, rank=rank, changes=installed_changes()):
         wanted[f"calls of {term.words}"] += term.times

@@ -44,7 +44,7 @@ class Peak(msgspec.Struct, frozen=True):
         return self.memory_gb << 30
 
     def tflops(self, precision: str) -> float | None:
-        """Return the peak in "float8" or "bfloat16" in TFLOP/s; None where the device has none, or it is not known."""
+        """Return the peak in "float8" or "bfloat16" in TFLOP/s; None if the device has none, or it is not known."""
         return {FLOAT8: self.float8, "bfloat16": self.bfloat16}.get(precision)
 
 
@@ -108,17 +108,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_bytes_s(self) -> float:
-        """Bytes per second of kernels that read and write contiguously."""
+        """Return bytes per second of kernels that read and write contiguously."""
         return self.peak.memory_tb_s * 1e12 * self.rates.memory
 
     @property
     def link_bytes_s(self) -> float:
-        """Bytes per second of a collective within a node, in one direction."""
+        """Return bytes per second of a collective within a node, in one direction."""
         return self.peak.link_gb_s * 1e9 / 2 * self.rates.link
 
     @property
     def network_bytes_s(self) -> float:
-        """Bytes per second and device of a collective between nodes, in one direction."""
+        """Return bytes per second and device of a collective between nodes, in one direction."""
         return self.network_gb_s * 1e9 * self.rates.network
 
     def matmul_flops_s(self, precision: str) -> float:
@@ -130,7 +130,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine(name: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) -> Machine:
-    """The machine with this device. Raises `HarnessError` for one that is not known, or that has no float8 matmuls."""
+    """Return machine with this device. Raises `HarnessError` for one not known, or that has no float8 matmuls."""
     device = peak(name)
     if device.float8 is None:
         known = ", ".join(other.name for other in PEAKS if other.float8)
@@ -149,7 +149,7 @@ def require_formulas(case: Case) -> None:
 
 
 def require_multiplies(machine: Machine, case: Case) -> None:
-    """Raises HarnessError for a case in MXFP8 on a machine without its matmuls."""
+    """Raise HarnessError for a case in MXFP8 on a machine without its matmuls."""
     if case.float8.traits.in_blocks and not machine.peak.mxfp8:
         known = ", ".join(device.name for device in PEAKS if device.mxfp8)
         what = f"{machine.peak.name} has no matmuls in MXFP8, which SM 10.0 has."
@@ -238,7 +238,7 @@ def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
 
 
 def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
-    """Return True where some group along the axis is not inside of one node. Nodes have consecutive ranks."""
+    """Return True if some group along the axis is not inside of one node. Nodes have consecutive ranks."""
     span = _stride(layout, axis) * group_size(layout, axis)
     return layout.world_size > gpus_per_node and gpus_per_node % span != 0
 

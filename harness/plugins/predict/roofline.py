@@ -71,7 +71,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        """The time of the step: kernels wait for their dispatch where that is longer."""
+        """Return the time of the step: kernels wait for their dispatch where that is longer."""
         device = self.device_s + self.tensor_parallel_s + self.data_parallel_s + self.other_s
         return max(device, self.dispatch_s)
 
@@ -250,7 +250,7 @@ def _of_experts(case: Case) -> Iterator[Cast]:
 
 
 def _of_matmuls(case: Case, fqn: str, tokens: int, features: tuple[int, int], *, weights: int = 1) -> Iterator[Cast]:
-    """Operands of forward are cast again where the block is recomputed."""
+    """Yield operands of forward are cast again where the block is recomputed."""
     backwards = case.train.accumulation
     forwards = backwards * (1 + case.train.evaluate + is_checkpointed(case, fqn))
     inputs, outputs = features

@@ -1,4 +1,4 @@
-"""What `predict` shows: costs, layouts, how fast it is here, and what FP8 gains."""
+"""What `predict` shows: costs, layouts, speed on this machine, and FP8 speedup."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -56,7 +56,7 @@ def cost_sections(report: CostReport) -> Iterator[Block]:
 
 def _formula_sections(metrics: Metrics) -> Iterator[Block]:
     of = f"rank {metrics.rank} of {metrics.world_size}, step {metrics.step}, {counted(metrics.tokens, 'token')}"
-    refused = () if metrics.refusal is None else (f"torch refuses this case: {metrics.refusal}",)
+    refused = () if metrics.refusal is None else (f"torch rejects this case: {metrics.refusal}",)
     yield Section(blocks=(metrics.case_id, f"{of}: by formula, nothing was run", *refused))
     total = sum(work.flops for work in metrics.work)
     rows = []
@@ -171,7 +171,7 @@ def _experts(routed: Routed) -> Facts:
 def _time(simulation: Simulation) -> str:
     if simulation.step_s is None or simulation.tokens_s is None:
         return f"no time is predicted: the data sheet of {simulation.device} has no peak in the dtype of this case"
-    return f"predicted: {simulation.step_s:.3g} s a step, {simulation.tokens_s:,.0f} tokens/s and device"
+    return f"predicted: {simulation.step_s:.3g} s a step, {simulation.tokens_s:,.0f} tokens/s/GPU"
 
 
 def _matmul_table(simulation: Simulation) -> Table:
@@ -295,7 +295,7 @@ def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
 
 def speedup_sections(gains: Gains) -> Iterator[Section]:
     """Show what was asked, all tables, and what is assumed."""
-    of_bf16 = f"BF16 is predicted to train {gains.tokens_s:,.0f} tokens/s and device."
+    of_bf16 = f"BF16 is predicted to train {gains.tokens_s:,.0f} tokens/s/GPU."
     yield Section(blocks=(f"{gains.case} on {gains.device}: predicted, not measured", of_bf16))
     yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(gains))
     yield _table_section("step", f"One step, {gains.recipe}", _STEP, _step_rows(gains))
@@ -306,7 +306,7 @@ def speedup_sections(gains: Gains) -> Iterator[Section]:
     yield Section(name="assumptions", title="Assumptions", blocks=(Items(gains.assumptions),))
 
 
-_VARIANTS = ("recipe", "compiled", "eager", "tokens/s", "known fault, or rule that refuses it")
+_VARIANTS = ("recipe", "compiled", "eager", "tokens/s", "known issue, or expected error")
 _STEP = ("part of a step", "BF16 ms", "FP8 ms")
 _LINEARS = ("linear", "float8", "BF16 ms", "FP8 ms", "casts ms", "gain")
 _MATMULS = ("linear", "matmul", "m", "n", "k", "16", "BF16 us", "FP8 us")
@@ -351,7 +351,7 @@ def _short(value: float) -> str:
 
 
 def speed_sections(report: SpeedReport) -> Iterator[Block]:
-    """Return a section for every case that was timed against its twin, and how the interval was made."""
+    """Return a section for every case that was timed against its BF16 counterpart, and how the interval was made."""
     yield from map(_case_section, report.cases)
     yield f"{report.method}; {report.warmup} steps of every job warm up"
 
@@ -369,7 +369,7 @@ def _case_section(case_speed: CaseSpeed) -> Section:
 
 
 def _rates(case_speed: CaseSpeed) -> Table:
-    """Tokens, FLOPs and MFU of one device, of the case and of its twin."""
+    """Tokens, FLOPs and MFU of one device, of the case and of its BF16 counterpart."""
     times = case_speed.speedup
     assert times is not None, "the case was timed"
     of_both = ((case_speed.case_id, times.tokens_per_s), (case_speed.twin_id, times.twin_tokens_per_s))

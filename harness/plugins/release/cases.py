@@ -1,4 +1,4 @@
-"""Gate reasons: how cases ended, what was not run or judged, and what cases were judged by."""
+"""Gate reasons: how cases ended, what was not run or checked, and what cases were checked by."""
 
 import datetime
 import math
@@ -106,7 +106,7 @@ def _first(case: CaseResult) -> str:
 
 
 def _faults(case: CaseResult) -> list[str]:
-    return (case.expectation or "a recorded fault").split(", ")
+    return (case.expectation or "a known issue").split(", ")
 
 
 # Coverage
@@ -128,7 +128,7 @@ def lost_cases(sides: Sides) -> Iterable[Reason]:
 
 
 def _why_not(sides: Sides, name: str) -> str:
-    """Return why the candidate has no result of a case; empty where it has one."""
+    """Return why the candidate has no result of a case; empty if it has one."""
     after = sides.after.get(name)
     if after is None:
         return "left out, beyond the budget" if name in sides.candidate.start.left_out else "not selected"
@@ -150,16 +150,16 @@ def unfinished(sides: Sides) -> Iterable[Reason]:
 
 
 def lost_checks(sides: Sides) -> Iterable[Reason]:
-    """Return every case that must be refused now, or of which a check was judged and now is not."""
+    """Return every case that must be refused now, or of which a check was checked and now is not."""
     for pair in sides.compared:
         before, after = pair.baseline, pair.candidate
         gone = [name for name in before.checks if name not in after.checks]
         reasons = {skipped.check: skipped.reason for skipped in after.not_judged}
-        details = tuple(f"{name}: {reasons.get(name, 'not judged, without a reason')}" for name in gone)
-        what, size = f"no longer judged: {', '.join(gone)}", len(gone)
+        details = tuple(f"{name}: {reasons.get(name, 'not checked, without a reason')}" for name in gone)
+        what, size = f"no longer checked: {', '.join(gone)}", len(gone)
         refused = _refused(after)
         if refused and not _refused(before):
-            what, details, size = f"must be refused now ({refused}): nothing else is judged", (), len(before.checks)
+            what, details, size = f"must be refused now ({refused}): nothing else is checked", (), len(before.checks)
         elif not gone:
             continue
         yield Reason(
@@ -217,7 +217,7 @@ def _why_missing(covered: Sequence[CaseResult], good: Sequence[CaseResult]) -> I
     if not covered:
         yield "none of them was selected"
     for case in (case for case in covered if case not in good):
-        yield f"{case.case_id}: {'judged by no check' if case.good else case.verdict.value}"
+        yield f"{case.case_id}: {'checked by no check' if case.good else case.verdict.value}"
 
 
 # References
@@ -282,7 +282,7 @@ def other_references(sides: Sides) -> Iterable[Reason]:
 
 
 def _reason_of(golden: Golden | None, judged_by: tuple[float, ...]) -> str:
-    """Return why the golden is what it is, where it is the one that the candidate was judged by; else empty."""
+    """Return why the golden is what it is, where it is the one that the candidate was checked by; else empty."""
     if golden is None or not same_numbers(golden.losses, judged_by):
         return ""
     made = golden.provenance

@@ -27,7 +27,7 @@ class Origin(enum.Enum):
     """Whose change it is. The value is the name in reports."""
 
     TORCH = "torch"  # a named change of torch or torchao, or a recorded fault of one side's versions
-    OURS = "ours"  # references, witnesses, records and the harness: what the candidate was not judged by
+    OURS = "ours"  # references, references, records and the harness: what the candidate was not checked by
     UNEXPLAINED = "unexplained"  # nothing that is recorded accounts for it
 
 
@@ -176,7 +176,7 @@ def _claims(formula: str, expect: Expectations) -> Iterator[object]:
 
 
 def _is_ours(reason: Reason, after: CaseResult) -> bool:
-    """True for a failure that proves nothing about torch: nothing was judged, or it was raised outside of torch."""
+    """True for a failure that proves nothing about torch: nothing was checked, or it was raised outside of torch."""
     if reason.kind not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE):
         return False
     causes = {failure.kind for failure in after.failures if not failure.consequence}
@@ -219,7 +219,7 @@ def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]
 
 
 def _with_bad_version(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
-    """Reproduces a failure with the version that has it; empty where not exactly one package differs."""
+    """Reproduce a failure with the version that has it; empty if not exactly one package differs."""
     before, after = (environment.packages for environment in sides.environments)
     differ = [name for name in PACKAGES if name in before and name in after and before[name] != after[name]]
     verdicts = pair.baseline.verdict, pair.candidate.verdict

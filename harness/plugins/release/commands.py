@@ -40,9 +40,9 @@ SHOWN_DETAILS = 4  # lines of a reason
 _DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{4,}\b")  # shown by its first digits
 _PACKAGES = ("torch", "torchao", "torchtitan", "numpy")
 _ORIGINS = {
-    Origin.TORCH: "torch: changed on purpose, or a fault on record",
-    Origin.OURS: "ours: what the candidate was not judged by",
-    Origin.UNEXPLAINED: "unexplained: nothing on record accounts for it",
+    Origin.TORCH: "torch: a deliberate change, or a known issue",
+    Origin.OURS: "ours: missing checks and references",
+    Origin.UNEXPLAINED: "unexplained: no record accounts for it",
 }
 
 
@@ -93,7 +93,7 @@ def _facts(gate: Gate) -> Iterator[str]:
     yield gates + (f", {others} {'does' if others == 1 else 'do'} not" if others else "")
     yield (
         f"{gate.candidate.good} of {counted(gate.candidate.cases, 'case')} good, {gate.candidate.checks} checks "
-        f"judged (baseline: {gate.baseline.good} of {gate.baseline.cases}, {gate.baseline.checks}); numbers of "
+        f"run (baseline: {gate.baseline.good} of {gate.baseline.cases}, {gate.baseline.checks}); numbers of "
         f"{gate.compared} of {counted(gate.cases, 'case')} compared"
     )
     if gate.left_out:
@@ -176,7 +176,7 @@ def _causes(gate: Gate, linked: Collection[str]) -> Iterator[Block]:
     differ = ", ".join(difference for difference in gate.differences if difference.split(" ")[0] in _PACKAGES)
     columns, *rows = _summary(gate)
     table = Table(columns=columns, rows=tuple(rows), right=tuple(range(1, len(columns))))
-    yield Section(title=f"what moved, by cause ({differ})" if differ else "what moved, by cause", blocks=(table,))
+    yield Section(title=f"changes by cause ({differ})" if differ else "changes by cause", blocks=(table,))
     for origin, same in groupby(gate.groups, key=lambda group: group.origin):
         entries = tuple(_cause(group, linked) for group in same)
         yield Section(title=f"moved, {_ORIGINS[origin]} ({len(entries)})", blocks=entries)
@@ -261,7 +261,7 @@ def compare_command(  # noqa: PLR0913  one parameter an option
 ) -> int:
     """Decide GO or NO-GO: is run B as good as run A? Lists every reason, most severe first.
 
-    NOT COMPARED where no case is good in both, both ran none of the same cases, or no check judged them.
+    NOT COMPARED where no case is good in both, both ran none of the same cases, or no check checked them.
 
     With --versions the cases are run, and --select and -o are as in other commands that run cases.
     """

@@ -36,7 +36,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     commit: str
     cases: int
     good: int
-    checks: int  # judged, over all cases
+    checks: int  # checked, over all cases
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ def gate(
     goldens: cases.Goldens = lambda case_id: None,
     words: Sequence[str] = (),
 ) -> Gate:
-    """The answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
+    """Return answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
 
     `words` are the options by which `bug repro --with` finds the environments of the two sides.
     """
@@ -138,7 +138,7 @@ def gate(
 
 
 def _judged(reason: Reason, terms: GatePolicy) -> Reason:
-    """The reason, waived where its case is quarantined or its kind is allowed; an expired quarantine is a detail."""
+    """Return reason, waived where its case is quarantined or its kind is allowed; an expired quarantine is a detail."""
     if reason.kind.topic is not None:
         reason = msgspec.structs.replace(reason, topics=(reason.kind.topic,))
     if not reason.gates:
@@ -174,7 +174,7 @@ def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> It
     for run in (sides.baseline, sides.candidate):
         yield from (Note(text=f"{line}: run its cases again") for line in run.damaged)
     if sides.baseline.end.interrupted:
-        yield Note(text="the baseline was interrupted: what it did not run is not compared")
+        yield Note(text="the baseline was interrupted: its missing cases are not compared")
     if new := [name for name in sides.after if name not in sides.before]:
         yield Note(text=f"new in the candidate: {counted(len(new), 'case')}, not compared with anything")
     sound = ((pair.baseline, pair.candidate) for pair in sides.compared)
@@ -186,7 +186,7 @@ def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> It
     moved = [reason.case for reason in raw_reasons if reason.case and reason.kind is Kind.MOVED]
     if missing := sorted({numbers.twins(parse_case_id(case))[0] for case in moved}):
         more = f" (the first {_SHOWN_TWINS} of {len(missing)})" if len(missing) > _SHOWN_TWINS else ""
-        text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
+        text = f"to tell FP8 from the environment, run BF16 counterparts on both sides{more}"
         yield Note(text=text, command=run_cases(*missing[:_SHOWN_TWINS]))
     kinds = {reason.kind for reason in raw_reasons if reason.gates}
     for allowed in terms.allowed:

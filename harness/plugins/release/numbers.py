@@ -210,25 +210,28 @@ def _last_loss(measured: Measured | None) -> str:
 
 
 def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple[Kind, str]:
-    """Whose change it is, from the nearest BF16 run that both sides have: the twin, or the reference."""
+    """Whose change it is, from the nearest BF16 run that both sides have: the BF16 counterpart, or the reference."""
     case = parse_case_id(pair.id)
     if not case.float8.enabled:
         return Kind.BF16_MOVED, "the case is BF16 itself: the environment changed"
     others = [other.id for other in sides.compared if not parse_case_id(other.id).float8.enabled]
     twin = next((name for name in twins(case) if name in others), None)
     if twin is not None:
-        return _moved_kind(f"its BF16 twin {twin}", moved=twin in moved_cases)
+        return _moved_kind(f"its BF16 counterpart {twin}", moved=twin in moved_cases)
     before, after = _reference_curve(pair.baseline), _reference_curve(pair.candidate)
     if before is not None and after is not None:
         return _moved_kind("the BF16 reference", moved=not same_numbers(before, after))
     if not others:
         return Kind.MOVED, "no BF16 case is in both runs: FP8 or the environment may have changed"
     count = sum(name in moved_cases for name in others)
-    return Kind.MOVED, f"no BF16 twin is in both runs; of {counted(len(others), 'other BF16 case')} {count} moved"
+    return (
+        Kind.MOVED,
+        f"no BF16 counterpart is in both runs; of {counted(len(others), 'other BF16 case')} {count} moved",
+    )
 
 
 def twins(case: Case) -> tuple[str, ...]:
-    """Return the ids of the BF16 twins of a case, the nearest first: in its own dtype, and in bfloat16."""
+    """Return the ids of the BF16 counterparts of a case, the nearest first: in its own dtype, and in bfloat16."""
     return case_id(replace(case, float8=Float8())), case_id(twin_case(case))
 
 
@@ -265,7 +268,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def times(sides: Sides) -> Times | None:
-    """The times of the cases that are good on both sides at the first attempt; None where they cannot be compared."""
+    """Return times of the cases that are good on both sides at the first attempt; None if they cannot be compared."""
     before, after = sides.environments
     if (before.device, before.cpu, before.threads) != (after.device, after.cpu, after.threads) or not before.device:
         return None
@@ -304,7 +307,7 @@ def changed_times(case_times: Times | None, *, gates: bool) -> Iterable[Reason]:
 
 
 def changed_speedups(sides: Sides) -> Iterable[Reason]:
-    """A reason for every case that `predict measure` timed on GPUs of one kind, with intervals apart. No gain gates."""
+    """Yield a reason per case that `predict measure` timed on GPUs of one kind, with intervals apart. No gain gates."""
     on_gpu = sides.same_device and sides.environments[0].device not in ("", "cpu")
     for pair in sides.compared if on_gpu else ():
         numbers = (pair.baseline.measured, pair.candidate.measured)

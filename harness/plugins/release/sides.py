@@ -34,14 +34,14 @@ class Topic(enum.Enum):
 class Kind(enum.Enum):
     """What kind of reason it is, the heaviest first. The value is the name in reports and of `--allow`.
 
-    `phrase` follows the number of such reasons; `topic` is what moved, None where each reason says it.
+    `phrase` follows the number of such reasons; `topic` is what moved, None if each reason says it.
     """
 
     NEW_FAILURE = "new-failure", "fails, and did not in the baseline", Topic.VERDICT
     OTHER_FAILURE = "other-failure", "fails differently", Topic.VERDICT
     REQUIRED = "required", "required case missing", None
-    KNOWN_FAULT = "known-fault", "new known fault", Topic.VERDICT
-    UNEXPECTED_PASS = "unexpected-pass", "passed although a fault is recorded", Topic.VERDICT
+    KNOWN_FAULT = "known-fault", "new known issue", Topic.VERDICT
+    UNEXPECTED_PASS = "unexpected-pass", "passed despite a known issue", Topic.VERDICT
     INTERRUPTED = "interrupted", "run did not end", Topic.COVERAGE
     LOST_COVERAGE = "lost-coverage", "case was lost", Topic.COVERAGE
     LOST_CHECK = "lost-check", "check no longer runs", Topic.CHECKS
@@ -49,7 +49,7 @@ class Kind(enum.Enum):
     TOLERANCE = "tolerance", "tolerance changed", Topic.REFERENCES
     REFERENCES = "references", "golden or tolerance now comes from the run itself", Topic.REFERENCES
     MATMULS = "matmuls", "number of matmuls changed", Topic.MATMULS
-    WIRE = "wire", "wire bytes or calls changed", Topic.TRAFFIC
+    WIRE = "wire", "communicated bytes or calls changed", Topic.TRAFFIC
     SAVED_BYTES = "saved-bytes", "saved bytes changed", Topic.MEMORY
     FUSED = "fused", "fused operators changed", Topic.FUSION
     STILL_FAILING = "still-failing", "failed before and still fails", Topic.VERDICT
@@ -57,8 +57,8 @@ class Kind(enum.Enum):
     MOVED = "moved", "numbers moved, no BF16 to tell why", None
     BF16_MOVED = "bf16-moved", "numbers moved, in BF16 too", None
     TIMES = "times", "times changed", Topic.TIMES
-    EXPLAINED = "explained", "failed before, now a known fault", Topic.VERDICT
-    FAULT_GONE = "fault-gone", "known fault is gone", Topic.VERDICT
+    EXPLAINED = "explained", "failed before, now a known issue", Topic.VERDICT
+    FAULT_GONE = "fault-gone", "known issue is gone", Topic.VERDICT
     FIXED = "fixed", "failed before, now good", Topic.VERDICT
 
     phrase: str
@@ -94,7 +94,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[bool, int, float, str]:
-        """Sorts reasons: what gates first, then by weight, size and case."""
+        """Sort reasons: what gates first, then by weight, size and case."""
         size = math.inf if math.isnan(self.size) else self.size
         return (not self.gates, list(Kind).index(self.kind), -size, self.case or "")
 
@@ -136,7 +136,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def pairs(self) -> dict[str, Pair]:
-        """The cases that both ran, by id, in the order of the candidate."""
+        """Return the cases that both ran, by id, in the order of the candidate."""
         return {
             name: Pair(baseline=self.before[name], candidate=case)
             for name, case in self.after.items()
@@ -145,12 +145,12 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def compared(self) -> tuple[Pair, ...]:
-        """The cases that are good, or only differ from a formula, on both sides: their numbers are compared."""
+        """Return the cases that are good, or only differ from a formula, on both sides: their numbers are compared."""
         return tuple(pair for pair in self.pairs.values() if _is_sound(pair.baseline) and _is_sound(pair.candidate))
 
     @property
     def undecidable(self) -> tuple[str, str] | None:
-        """Why these results decide nothing, whatever else differs between them, and what to do; None where they do.
+        """Return why these results decide nothing, whatever else differs between them, and what to do; None if they do.
 
         A case decides where both ran it, and the machine failed on neither side.
         """
@@ -164,18 +164,18 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def nothing_good(self) -> tuple[str, str] | None:
-        """Why not even equal results would be good ones, and what to do; None where a good case was judged twice."""
+        """Why not even equal results would be good ones, and what to do; None if a good case was checked twice."""
         if not self.compared:
             baseline, candidate = (sum(case.good for case in run.results) for run in (self.baseline, self.candidate))
             what = f"no case is good in both results (baseline {baseline} good, candidate {candidate} good)"
             return what, "make the failing cases pass, or compare with a run in which they do"
         if not any(pair.baseline.checks and pair.candidate.checks for pair in self.compared):
-            return "no case that is good in both results was judged by a check in both", "run the cases for both again"
+            return "no case that is good in both results was checked in both", "run the cases for both again"
         return None
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Which cases of either side are not compared: how many, for each reason that there is."""
+        """Return which cases of either side are not compared: how many, for each reason that there is."""
         ids = {*self.before, *self.after} - {pair.id for pair in self.compared}
         counts = Counter(map(self._why_left_out, ids)).items()
         return tuple(f"{count} {reason}" for reason, count in sorted(counts, key=lambda item: (-item[1], item[0])))
@@ -191,12 +191,12 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def environments(self) -> tuple[Environment, Environment]:
-        """Of the baseline and of the candidate; empty where a run does not say."""
+        """Of the baseline and of the candidate; empty if a run does not say."""
         return self.baseline.start.environment or Environment(), self.candidate.start.environment or Environment()
 
     @property
     def inexact_reasons(self) -> tuple[str, ...]:
-        """The hardware differences because of which bits may differ; empty if every bit can be compared."""
+        """Return the hardware differences because of which bits may differ; empty if every bit can be compared."""
         before, after = self.environments
         if not (self.baseline.start.environment and self.candidate.start.environment):
             return ("a run does not say where it was made",)
@@ -205,7 +205,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def same_device(self) -> bool:
-        """True when the same things are counted: the virtual device of a CPU, or a GPU of one name."""
+        """Return True if the same things are counted: the virtual device of a CPU, or a GPU of one name."""
         before, after = self.environments
         return before.device == after.device
 

@@ -1,4 +1,4 @@
-"""The choice of the cases of a tier: a cheap set that covers it and hosts every planted fault."""
+"""The choice of the cases of a tier: a cheap set that covers it and hosts every injected fault."""
 
 from harness.registry import Plugin
 

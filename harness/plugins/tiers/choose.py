@@ -1,4 +1,4 @@
-"""Choosing the cases of a tier: must-run cases, a cheap cover, host cases of planted faults, and why each is there.
+"""Choosing the cases of a tier: must-run cases, a cheap cover, host cases of injected faults, and why each is there.
 
 The cover is a cheap set of cases that has every pair (or triple) of axis values that can train. A greedy covering array
 takes no account of what a case costs: a world of 8 compiled ranks costs fifty times as much as one eager rank. Here a
@@ -135,7 +135,7 @@ class CheapCover:
         return _Cell(index, row)
 
     def _costs_of_values(self, index: int) -> dict[tuple[int, int], float]:
-        """CPU seconds of some cell with each value: an indication, not a bound."""
+        """Return CPU seconds of some cell with each value: an indication, not a bound."""
         space = self._spaces[index]
         rows = {
             (factor, value): space.complete({factor: value}, self._avoid[index])
@@ -146,7 +146,7 @@ class CheapCover:
 
     @property
     def goals(self) -> set[Goal]:
-        """Every combination that a training cell can contain."""
+        """Return every combination that a training cell can contain."""
         return self._goals
 
     def price(self, cell: _Cell) -> Price:
@@ -168,7 +168,7 @@ class CheapCover:
         return frozenset(goals & self._goals)
 
     def given(self) -> tuple[Counter[Goal], set[str]]:
-        """Return how often the given cases cover each goal, and which witnesses they need."""
+        """Return how often the given cases cover each goal, and which references they need."""
         return self._given.copy(), set(self._given_needs)
 
 
@@ -189,7 +189,7 @@ class _Chosen:
 
     @property
     def cost_s(self) -> float:
-        """CPU seconds of all cells with the witnesses that they need."""
+        """Return CPU seconds of all cells with the references that they need."""
         prices = [self._cover.price(cell) for cell in self.cells]
         shared: dict[str, float] = {}
         for price in prices:
@@ -199,7 +199,7 @@ class _Chosen:
         )
 
     def marginal_s(self, cell: _Cell, *, included: bool) -> float:
-        """CPU seconds that a cell adds to all others; `included`: it is one of the set."""
+        """Return CPU seconds that a cell adds to all others; `included`: it is one of the set."""
         price = self._cover.price(cell)
         others = 1 if included else 0
         alone = (
@@ -228,7 +228,7 @@ class _Chosen:
 def choose(
     file: CaseFile, pricing: Pricing, *, known: Sequence[KnownFault], faults: Iterable[PlantedFault], rounds: int
 ) -> tuple[ChosenCase, ...]:
-    """Return a cheap choice of cases that covers a file and carries every planted fault.
+    """Return a cheap choice of cases that covers a file and carries every injected fault.
 
     Must-run cases come first, then those that train, then those that are only there to be refused or to show a
     recorded fault. A file whose strength is "full" has nothing to choose.
@@ -265,7 +265,7 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
 
 
 def _hosts(cases: Sequence[Case], faults: Iterable[PlantedFault], known: Sequence[KnownFault]) -> list[Case]:
-    """Return the cheapest way to give every planted fault a case in which it can show: a host case of the catalogue."""
+    """Return the cheapest host cases in which every injected fault can show."""
     every = tuple(faults)
     shown = {fault.name for case in cases for fault in carried(case, every, known)}
     added: list[Case] = []
@@ -292,9 +292,9 @@ def _reasons(
             groups = spaces[index].block.groups
             first = " / ".join(groups[factor].label(value) for factor, value in combination)
             words.append(f"covers {len(alone)} combinations alone, such as {first}")
-        reasons[name] = "; ".join(words) or "carries planted faults"
+        reasons[name] = "; ".join(words) or "carries injected faults"
     for case in others:
         refused = expected_refusal(case) is not None
-        fate = "must be refused" if refused else "runs into a recorded fault"
-        reasons.setdefault(case_id(case), f"{fate}: no other case can contain what it contains")
+        fate = "must be refused" if refused else "has a known issue"
+        reasons.setdefault(case_id(case), f"{fate}: no other case can cover this")
     return reasons

@@ -22,7 +22,7 @@ Examples:
   fp8-harness dev tier pr  write cases/chosen/pr.toml
   FP8_HARNESS_STATE=$(mktemp -d) fp8-harness run pr --json result.json
   fp8-harness dev tier --fit result.json
-      costs of cases, from a run that made all of its witnesses
+      costs of cases, from a run that made all of its references
 """
 
 _ROUNDS = 1500  # of improvement
@@ -33,9 +33,9 @@ _ROUNDS = 1500  # of improvement
 @click.option("--fit", "fitted", metavar="RESULT.json", type=EXISTING_FILE, help="Fit the costs of cases to this run.")
 @project_parameter
 def tier_command(*, name: str | None, fitted: Path | None, project: Project) -> None:
-    """Choose a cheap set of cases that covers a tier and hosts every planted fault, and store it.
+    """Choose a cheap set of cases that covers a tier and hosts every injected fault, and store it.
 
-    With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
+    With --fit: fit the costs of cases to the CPU seconds of a run that made all of its references, and store them.
     """
     project.check_writable()
     if (name is None) == (fitted is None):
@@ -61,7 +61,7 @@ def _choose(project: Project, name: str) -> None:
     shared = {name: cost_s for chosen_case in chosen for name, cost_s in costs.price(chosen_case.case).shared_s.items()}
     click.echo(
         f"{chosen_path(path)}: {counted(len(chosen), 'case')}, {own_s:.0f} CPU s and {sum(shared.values()):.0f} for "
-        f"{counted(len(shared), 'witness', 'witnesses')}"
+        f"{counted(len(shared), 'witness', 'references')}"
     )
 
 
@@ -69,6 +69,6 @@ def _fit_costs(project: Project, file: Path) -> None:
     costs = fit_costs(file, command=typed_command())
     path = write_costs(project.root, costs)
     click.echo(
-        f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} solo witnesses; "
+        f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} single-rank references; "
         f"typical error {costs.typical_error:.0%}"
     )

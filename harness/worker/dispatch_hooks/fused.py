@@ -56,7 +56,7 @@ def notify_of_transport(given: dict[str, Any]) -> None:
 
 
 def naming(operator: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Returns a function that names the arguments of a call of this operator, given by position or by name."""
+    """Return a function that names the arguments of a call of this operator, given by position or by name."""
     names = [argument.name for argument in operator._schema.arguments]
     return lambda args, kwargs: dict(zip(names, args, strict=False)) | kwargs
 

@@ -19,18 +19,18 @@ class GroupedMM(NamedTuple):
 
     a: Tensor
     b: Tensor
-    offs: Tensor | None  # the end of every group; None where both operands are 3D
+    offs: Tensor | None  # the end of every group; None if both operands are 3D
     scale_a: Tensor | None = None
     scale_b: Tensor | None = None
 
     @property
     def is_wgrad(self) -> bool:
-        """Groups are along the contracted dim."""
+        """Group are along the contracted dim."""
         return self.a.dim() == self.b.dim() == 2
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows, or columns of `b`, of every group."""
+        """Return the number of rows, or columns of `b`, of every group."""
         if self.offs is None:
             return (self.a.shape[1],) * len(self.a)
         return tuple(end - start for start, end in pairwise([0, *self.offs.tolist()]))

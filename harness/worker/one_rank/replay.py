@@ -37,7 +37,7 @@ OF_PARAMETER = Call(None, 0)
 
 
 class Replay:
-    """Compares as the solo witness trains, and replaces what it computed by what the run had."""
+    """Compares as the single-rank reference trains, and replaces what it computed by what the run had."""
 
     def __init__(self, recorded: dict[Key, Recorded | None], dp: int, sharing: int) -> None:
         self.sharing = sharing  # data-parallel ranks that share sequences
@@ -86,7 +86,7 @@ class Replay:
     def replaced(
         self, fqn: str, call: Call, kind: ModuleTensorKind, computed: Values, *, looked_up: bool = False
     ) -> Values:
-        """Return the tensor of the run in place of `computed`; the two are compared on the first call.
+        """Return the tensor of the run instead of `computed`; the two are compared on the first call.
 
         `looked_up`: every rank looks up the tokens of its part of the vocabulary, and has zeros of the others.
         """
@@ -168,7 +168,7 @@ class Replay:
 
 
 def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, float]]:
-    """The distance of a tensor, or of the part of it that is furthest off, and that of what every rank has of it.
+    """Return distance of a tensor, or of the part of it that is furthest off, and that of what every rank has of it.
 
     That of a replica is NaN where its bits are neither those of the one that is compared nor those of the replay.
     """

@@ -119,7 +119,7 @@ class ExpertsOfRanks:
 
         Their gradients must be there when a target reads gradients, to clip them, right behind its last backward pass,
         so a hook of the optimizer's step comes too late. What runs at the end of a pass, inside of it, comes too early:
-        FSDP2 reduces the gradients of that pass in a callback of its own there.
+        FSDP2 reduces the gradients of that pass in its own callback there.
         """
         self._calls, self._rank, self._last = [], 0, False
 

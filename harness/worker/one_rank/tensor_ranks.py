@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 class Values(NamedTuple):
-    """One logical tensor. `parts` [ranks, ...] add up to it; None where it is no sum over TP ranks."""
+    """One logical tensor. `parts` [ranks, ...] add up to it; None if it is no sum over TP ranks."""
 
     whole: torch.Tensor
     parts: torch.Tensor | None = None
@@ -362,7 +362,7 @@ class ScaledProducts:
         self._first = None
 
     def in_parts(self, k: int, ranks: int) -> Tensor | None:
-        """[ranks, m, n], of which each has contracted its part of `k`; None where nothing was multiplied."""
+        """[ranks, m, n], of which each has contracted its part of `k`; None if nothing was multiplied."""
         if self._first is None:
             return None
         with unobserved():
@@ -448,7 +448,7 @@ class Ranks:
         self._operand = operand
 
     def output_parts(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """Return the parts of the output that was just computed; None where it is no sum."""
+        """Return the parts of the output that was just computed; None if it is no sum."""
         parts, bias = self._in_parts("forward", whole) if self.by_rows else None, getattr(self._module, "bias", None)
         return parts if parts is None or bias is None else parts + bias.to(whole.dtype) / self.count
 

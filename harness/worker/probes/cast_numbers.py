@@ -81,7 +81,7 @@ def _of_rows(values: Array) -> dict[str, Any]:
 
 
 def _exponent_total(values: Array) -> int | None:
-    """Return the sum of the base-2 logarithms where every value is a power of two, None where one is not."""
+    """Return the sum of the base-2 logarithms where every value is a power of two, None if one is not."""
     if values.dtype == np.float32 and values.size:
         words = values.view(np.uint32)
         alone = not np.bitwise_or.reduce(words) & _NOT_EXPONENT
@@ -102,7 +102,7 @@ _SMALLEST_SCALE = 2.0**-127
 _ROUNDING = 1 + 2.0**-19  # the logarithm of a scale is rounded by up to this, a product by less
 _MAGNITUDE = np.uint8(0x7F)
 _CPU_DEVICE = (1, 0)  # kDLCPU, the only one
-_NONFINITE_FROM = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # magnitude bits of the first that is no number
+_NONFINITE_FROM = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # magnitude bits of the first that is NaN or Inf
 
 
 class Cast(NamedTuple):
@@ -224,7 +224,7 @@ def _row_products(source: torch.Tensor, scale: torch.Tensor, dim: int, smallest:
 
 
 def _factors(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
-    """What values of these blocks are multiplied by, exactly: the inverse of the scale, but for two of torchao's.
+    """What values of these blocks are multiplied by, exactly: the inverse of the scale, except two of torchao's.
 
     torchao 0.18, `to_mx`: rounding down, blocks with the smallest scale are divided by the smallest normal number, and
     those with a NaN by infinity; rounding up, blocks with the smallest scale stay as they are.

@@ -1,7 +1,7 @@
 """Discovers what a target has built: linears, conversions, checkpointed and compiled regions, parameters.
 
 The tensors that the model is called with are searched for the sequences of the run: a target may take the tokens of
-another rank, of its own data loader, or the labels in place of the inputs. No global number shows that where its
+another rank, of its own data loader, or the labels instead of the inputs. No global number shows that where its
 single-rank reference does the same.
 """
 
@@ -179,7 +179,7 @@ _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 class InputRecorder:
-    """The integer tensors of every forward of the whole model, but for evaluations.
+    """The integer tensors of every forward of the whole model, except evaluations.
 
     `tokens`: of the whole run [steps, sequences, seq_len + 1]; `mine`: which sequences are meant for this rank;
     `pieces`: the positions that it has of them, or those of every rank that it stands for.
@@ -223,7 +223,7 @@ class InputRecorder:
         self._called, self._whole = before._called and self._called, before._whole and self._whole
 
     def record(self) -> tuple[StepInputs, ...] | None:
-        """Return what was found in every step; None where not every step called the whole model with whole tensors."""
+        """Return what was found in every step; None if not every step called the whole model with whole tensors."""
         return tuple(self._steps) if self._called and self._whole and self._steps else None
 
 
@@ -234,7 +234,7 @@ class Rows(NamedTuple):
     labels: Tokens
 
     def are_in(self, seen: Tokens) -> bool:
-        """Return True where a tensor has the inputs or the labels of some of them."""
+        """Return True if a tensor has the inputs or the labels of some of them."""
         known = {row.tobytes() for part in self for row in np.ascontiguousarray(part)}
         return any(row in known for row in _rows(seen, self.inputs.shape[1], known))
 
@@ -298,11 +298,11 @@ def _forms(tensor: Tokens, length: int) -> list[Tokens]:
 
 
 def _covered(given: Tokens, seen: Sequence[Tokens]) -> float:
-    """The share of the neighbouring tokens of `given` that are neighbours along a dim of something that was seen."""
-    wanted = set(_neighbours(given))
-    seen_pairs = {pair for tensor in seen for form in (tensor, tensor.T) for pair in _neighbours(form)}
+    """Return share of the neighboring tokens of `given` that are neighbors along a dim of something that was seen."""
+    wanted = set(_neighbors(given))
+    seen_pairs = {pair for tensor in seen for form in (tensor, tensor.T) for pair in _neighbors(form)}
     return len(wanted & seen_pairs) / len(wanted) if wanted else 1.0
 
 
-def _neighbours(tensor: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def _neighbors(tensor: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     return list(zip(tensor[..., :-1].ravel().tolist(), tensor[..., 1:].ravel().tolist(), strict=True))

@@ -99,7 +99,7 @@ class GraphCastWatcher:
         )
 
     def alias(self, bits: torch.Tensor, other: torch.Tensor) -> None:
-        """Take `bits`, which generated code has in place of `other`, for results of the same casts."""
+        """Take `bits`, which generated code has instead of `other`, for results of the same casts."""
         orders = self._cast_to[_values_digest(other)]
         known = self._cast_to[_values_digest(bits)]
         known += [order for order in orders if order not in known]

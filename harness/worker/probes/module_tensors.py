@@ -76,7 +76,7 @@ class ModuleTensorProbe(Probe):
                 module.register_forward_hook(hooks.after, prepend=not outside)
 
     def _with_place(self, seen: _Seen) -> torch.Tensor | None:
-        """The tensor, which says what part of the logical one it is: between blocks, sequence shards are plain."""
+        """Return tensor, which says what part of the logical one it is: between blocks, sequence shards are plain."""
         mesh, tensor = self._of_sequence.get(seen.fqn), seen.tensor
         if mesh is None or tensor is None or isinstance(tensor, DTensor):
             return tensor
@@ -144,14 +144,14 @@ class ModuleTensorProbe(Probe):
         )
 
     def result(self) -> tuple[ModuleShard, ...] | None:
-        """Return all shards in the order they were recorded; None where the case is not replayed."""
+        """Return all shards in the order they were recorded; None if the case is not replayed."""
         return tuple(self._shards) if self._steps else None
 
 
 def is_recorded(module: nn.Module, case: Case) -> bool:
     """Return True for what is replayed by itself: experts and their mixture too.
 
-    Under TP the mixture alone: every rank sends other tokens, in an order of its own.
+    Under TP the mixture alone: every rank sends other tokens, in its own order.
     """
     return isinstance(module, MODULES) or is_mixture(module) or (case.layout.tp == 1 and has_experts(module))
 
@@ -187,7 +187,7 @@ class _Hooks:
         self.calls = 0  # in this step, those that are complete
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Give the input of a linear a place of its own in the graph: several linears may share one tensor.
+        """Give the input of a linear its own place in the graph: several linears may share one tensor.
 
         A norm uses its input twice. Both gradients would be summed before the residual stream's, which rounds
         differently, so its input gets no place and its gradient is not recorded.
@@ -226,7 +226,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _SeparateGraphInput(torch.autograd.Function):
-    """The identity as a node of its own, so that a shared tensor has a gradient per reader. A view would reduce it."""
+    """The identity as its own node, so that a shared tensor has a gradient per reader. A view would reduce it."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:

@@ -213,7 +213,7 @@ class OperandProbe(Probe):
         ctx.harness_pass = self.place.by
 
     def _watch_subclasses(self) -> None:
-        """A user's own kind of `Float8Linear`, such as one that keeps casts, may have a forward of its own."""
+        """A user's own kind of `Float8Linear`, such as one that keeps casts, may have its own forward."""
         kinds = {forward_owner(module) for module in self._fqns if isinstance(module, float8_linear.Float8Linear)}
         for kind in kinds - self._watched:
             self._watched.add(kind)

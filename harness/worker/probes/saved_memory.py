@@ -2,7 +2,7 @@
 
 Saved-tensor hooks see every tensor that a node saves, except inside a checkpointed region, whose own hooks come first:
 of that they see the inputs, which is what checkpointing keeps. What selective checkpointing keeps besides, outputs of
-chosen operators, it keeps in a table of its own, whose entries are watched as they are made.
+chosen operators, it keeps in its own table, whose entries are watched as they are made.
 
 Weighed is what is alive when backward asks for the first saved tensor: a storage counts once, with all its bytes, and
 one that FSDP2 has emptied counts nothing. Tokens and labels are not counted: they are data, not activations.
@@ -123,7 +123,7 @@ class Census:
         )
 
     def _alive(self, explained: Collection[int]) -> list[_Live]:
-        """Storages with memory that are unexplained. What a wrapper such as a DTensor holds is an object of its own."""
+        """Return storages with memory unexplained. What a wrapper such as a DTensor holds is its own object."""
         objects = self._searched()
         tensors: list[torch.Tensor] = [candidate for candidate in objects if type(candidate) not in _MESHES]
         hidden = {id(plain) for owned in tensors if is_owned(owned) for plain in plain_tensors(owned)}
@@ -310,7 +310,7 @@ class SavedMemoryProbe(Probe):
 
 
 def _watching(cached: type[Any], note: Callable[[torch.Tensor], None]) -> type[Any]:
-    """A subclass of selective checkpointing's cache entry that calls `note` for every tensor it is created for."""
+    """Return a subclass of selective checkpointing's cache entry that calls `note` per tensor it is created for."""
 
     class Watched(cached):  # type: ignore[misc]
         def __init__(self, value: Any) -> None:

@@ -53,14 +53,14 @@ def own_gaps(part: str) -> tuple[Gap, ...]:
 
 
 def require(*parts: str) -> None:
-    """Raises RuntimeError where a part has a gap; its text is one line."""
+    """Raise RuntimeError where a part has a gap; its text is one line."""
     for part in parts:
         for gap in gaps(part):
             raise RuntimeError(gap.line(read_parts()[part].without))
 
 
 def lost_records(asked: Collection[str]) -> dict[str, str]:
-    """The fields of `RankTrace`, of those that are asked for, that cannot be recorded here, each with the reason."""
+    """Return fields of `RankTrace`, of those that are asked for, that cannot be recorded here, each with the reason."""
     return {
         part.record: gaps(name)[0].line(part.without)
         for name, part in read_parts().items()
@@ -109,7 +109,7 @@ def problem_of(name: str, use: Use) -> str:
 
 
 def _is_older(since: str) -> bool:
-    """Return True where the library is older than this release, as "torch 2.15". Nightlies of 2.15 are."""
+    """Return True if the library is older than this release, as "torch 2.15". Nightlies of 2.15 are."""
     library, _, release = since.partition(" ")
     return not is_since(installed_versions([library]).get(library, "0"), release)
 
@@ -151,12 +151,12 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _sets(kind: type, name: str) -> bool:
-    """Return True where a class annotates an attribute, or a method of it assigns one of this name."""
+    """Return True if a class annotates an attribute, or a method of it assigns one of this name."""
     return name in _annotations(kind) or any(_assigns(member, name) for member in vars(kind).values())
 
 
 def _annotations(kind: type) -> Collection[str]:
-    """The attributes that a class annotates itself: from Python 3.14 on, `vars` of the class does not have them."""
+    """Return attributes that a class annotates itself: from Python 3.14 on, `vars` of the class does not have them."""
     if sys.version_info >= (3, 14):
         import annotationlib
 

@@ -1,6 +1,6 @@
 """The process of a rank: what was put into torch for all of its life, and what goes on in it at the moment.
 
-Whatever the worker keeps for a whole process is in `PROCESS`, but for what docs/architecture.md lists with its reason.
+Whatever the worker keeps for a whole process is in `PROCESS`, except what docs/architecture.md lists with its reason.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ class Process:
 
     @property
     def installed(self) -> tuple[str, ...]:
-        """Names of all that was installed, sorted."""
+        """Return names of all that was installed, sorted."""
         return tuple(sorted(self._installed))
 
 

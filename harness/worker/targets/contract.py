@@ -112,7 +112,7 @@ def _require_sgd(model: nn.Module) -> None:
 
 
 def require_process_group(where: str) -> None:
-    """Raises TargetMisfit when the target has destroyed the process group."""
+    """Raise TargetMisfit when the target has destroyed the process group."""
     if not dist.is_initialized():
         raise TargetMisfit(
             f"{where}() destroyed the process group.",
@@ -121,7 +121,7 @@ def require_process_group(where: str) -> None:
 
 
 def require_result(result: Any) -> tuple[Any, Any]:
-    """Loss and gradient norm that `step` returned. Raises TargetMisfit for anything else."""
+    """Return loss and gradient norm that `step` returned. Raises TargetMisfit for anything else."""
     if not (isinstance(result, tuple) and len(result) == 2):
         returned = f"{_kind(result)} of {len(result)}" if isinstance(result, tuple | list) else _kind(result)
         raise TargetMisfit(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 # A loss is the mean over the tokens of the global batch, in nats, before the update. A gradient norm is the global L2
-# norm before clipping, None where the target computes none.
+# norm before clipping, None if the target computes none.
 StepResult = tuple[torch.Tensor | float, torch.Tensor | float | None]
 
 IGNORED = -100  # the label of a token that the loss leaves out: what cross entropy ignores by default
@@ -22,7 +22,7 @@ IGNORED = -100  # the label of a token that the loss leaves out: what cross entr
 class World(NamedTuple):
     """What a target gets on a rank. The process group is initialized; ranks are numbered with `tp` varying fastest.
 
-    The single-rank reference of a layout (solo witness) is built like any other run, with every degree of
+    The single-rank reference of a layout (single-rank reference) is built like any other run, with every degree of
     `case.layout` at 1. It gets the microbatches of all data-parallel ranks in every step and accumulates gradients.
     """
 

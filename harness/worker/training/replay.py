@@ -50,8 +50,8 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     watching.attach(model, case, products, compiled=request.case.compile != "none")
     products.watch(_matmul(request.case))
     replayed = replayed_steps(request.case, request.numerics)
-    neighbours = zip((0, *replayed), replayed, (*replayed[1:], replayed[-1] + 1), strict=False)
-    turns = (_Turn(step, before == step - 1, following - 1) for before, step, following in neighbours)
+    neighbors = zip((0, *replayed), replayed, (*replayed[1:], replayed[-1] + 1), strict=False)
+    turns = (_Turn(step, before == step - 1, following - 1) for before, step, following in neighbors)
     steps = tuple(_replay_step(prepared, watching, turn) for turn in turns)
     watching.finish()
     return RankTrace(

@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
     world: World
     target: Target
     tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
-    labels: torch.Tensor | None  # [steps, microbatches, local_batch, seq_len]; None where every token has one
+    labels: torch.Tensor | None  # [steps, microbatches, local_batch, seq_len]; None if every token has one
     data_digest: str
     built: Digests  # the parameters as the target built them, where asked for
     inputs: InputRecorder
@@ -141,7 +141,7 @@ def _watch(prepared: Prepared, watching: ProbeSet, resumed: Discovery | None = N
 
 
 def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> tuple[Prepared, Resumed]:
-    """A target that is built anew and has the state of the one that was trained, and what became of that state."""
+    """Return a target built anew and has the state of the one that was trained, and what became of that state."""
     assert folder is not None, "a run that is resumed has a folder"
     fresh = [prepare(resumed_case, prepared.world.device) for resumed_case in resumed_in(case)]
     resumed = hand_over(prepared.target, [rebuilt.target for rebuilt in fresh], folder, step=step)
@@ -277,7 +277,7 @@ def _peak_memory_bytes(device: torch.device) -> int:
 
 
 def software() -> dict[str, str]:
-    """Versions of the packages that determine the numbers."""
+    """Return versions of the packages that determine the numbers."""
     return {
         "torch": str(torch.__version__),
         "torchao": str(torchao.__version__),

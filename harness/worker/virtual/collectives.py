@@ -72,7 +72,7 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def require_like(tensors: Sequence[Tensor], like: Tensor, where: str) -> None:
-    """Raises ValueError unless all have the dtype and the shape of `like`."""
+    """Raise ValueError unless all have the dtype and the shape of `like`."""
     for number, tensor in enumerate(tensors):
         if tensor.dtype != like.dtype:
             raise ValueError(f"{where}: invalid tensor type at index {number}: {tensor.dtype}, not {like.dtype}")
@@ -83,7 +83,7 @@ def require_like(tensors: Sequence[Tensor], like: Tensor, where: str) -> None:
 
 
 def require_times(whole: Tensor, part: Tensor, times: int) -> None:
-    """Raises TypeError and ValueError unless `whole` has the dtype of `part`, and as many elements as so many of it."""
+    """Raise TypeError and ValueError unless `whole` has the dtype of `part`, and as many elements as so many of it."""
     if whole.dtype != part.dtype:
         raise TypeError(f"input and output must have the same dtype, not {whole.dtype} and {part.dtype}")
     if whole.numel() != part.numel() * times:
@@ -91,7 +91,7 @@ def require_times(whole: Tensor, part: Tensor, times: int) -> None:
 
 
 def require_count(tensors: Sequence[Tensor], size: int, like: Tensor | None) -> None:
-    """Raises ValueError unless there is a tensor for every rank, each with the elements of `like`."""
+    """Raise ValueError unless there is a tensor for every rank, each with the elements of `like`."""
     if len(tensors) != size:
         raise ValueError(f"a tensor for every rank: got {len(tensors)} for {size} ranks")
     if like is not None and any(tensor.numel() != like.numel() for tensor in tensors):
@@ -407,7 +407,7 @@ class Receive(Work):
 
 class Names(Protocol):
     def name(self, tensor: Tensor) -> str | None:
-        """Return what a tensor is that is received; None where it is another's."""
+        """Return what a tensor is that is received; None if it is another's."""
 
 
 NAMES: WeakSet[Names] = WeakSet()  # for those who wait for a message

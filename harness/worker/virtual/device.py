@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from harness.request import Arithmetic, Fabric
+from harness.request import Arithmetic, Backend
 from harness.worker.dispatch_hooks.hook import install_hooks
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS
@@ -25,9 +25,9 @@ _PARTS = frozenset({"collectives", "gloo", "mxfp8", "scaled_mm", "symm_mem"})
 
 
 def install(
-    fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arithmetic = "exact", compiled: bool = True
+    backend: Backend = "shared", *, device: str = "cpu", arithmetic: Arithmetic = "exact", compiled: bool = True
 ) -> tuple[str, ...]:
-    """Install what ranks on this kind of device need, with collectives over this fabric from now on, and all hooks.
+    """Install what ranks on this kind of device need, with collectives over this backend from now on, and all hooks.
 
     `compiled`: what only compiled runs need, too, which takes a second. The exact matmul stays for the life of the
     process. Returns the names of all parts that are installed, sorted.
@@ -39,7 +39,7 @@ def install(
         if compiled:
             _install_for_compiled()
         _install_device()
-        _install_transport(fabric)
+        _install_transport(backend)
     return tuple(name for name in PROCESS.installed if name in _PARTS)
 
 
@@ -56,11 +56,11 @@ def _install_exact(key: str) -> None:
     PROCESS.keep("scaled_mm", _override("aten", kernels, key))
 
 
-def _install_transport(fabric: Fabric) -> None:
-    name, other = ("gloo", "collectives") if fabric == "gloo" else ("collectives", "gloo")
+def _install_transport(backend: Backend) -> None:
+    name, other = ("gloo", "collectives") if backend == "gloo" else ("collectives", "gloo")
     if not PROCESS.has(name):
         PROCESS.take_back(other)
-        if fabric == "gloo":
+        if backend == "gloo":
             from harness.worker.virtual import gloo
 
             PROCESS.keep(name, _override("c10d", gloo.CPU_KERNELS))
@@ -69,7 +69,9 @@ def _install_transport(fabric: Fabric) -> None:
 
 
 def _over_fabric() -> torch.library.Library:
-    """The groups of the shared fabric. Those of another backend keep the kernels of torch: a target may have gloo's."""
+    """Return groups of the shared-memory backend. Those of another backend keep the kernels of torch: a target may have
+    gloo's.
+    """
     library = torch.library.Library("c10d", "IMPL")
     for name, kernel in collectives.CPU_KERNELS.items():
         stock = torch.library.get_kernel(f"c10d::{name}", "CPU")
@@ -134,7 +136,7 @@ def _override(namespace: str, kernels: Mapping[str, object], key: str = "CPU") -
 def _scale_before_reductions() -> None:
     """PREMUL_SUM, for which FSDP2 asks wherever a gradient divide factor is set.
 
-    Neither fabric can read the factor of it in a c10d operator, so tensors are scaled before, in the methods of every
+    Neither backend can read the factor of it in a c10d operator, so tensors are scaled before, in the methods of every
     process group of this process.
     """
     group: Any = dist.ProcessGroup

@@ -26,7 +26,7 @@ def _gloo(group: Boxed) -> Any:  # torch annotates no collective of its Backend
 
 
 def _reduce_op(boxed: Boxed, tensors: Sequence[Tensor]) -> ReduceOp:
-    """Raises for what the shared fabric refuses to reduce: of float8, gloo would add up the bytes."""
+    """Raise for what the shared-memory backend refuses to reduce: of float8, gloo would add up the bytes."""
     reduction(boxed.op(), tensors)
     return ReduceOp(ReduceOp.RedOpType(boxed.op()))
 

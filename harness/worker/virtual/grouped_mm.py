@@ -53,7 +53,7 @@ def groups(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) -> Iterator[G
 
 
 def require_offsets(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
-    """Raises RuntimeError with the text of the assertion in the CUDA kernel (GroupMMCommon.cuh) that would fail."""
+    """Raise RuntimeError with the text of the assertion in the CUDA kernel (GroupMMCommon.cuh) that would fail."""
     if offs is None:
         return
     ends = [0, *offs.tolist()]
@@ -135,7 +135,7 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Returns `a @ b` of every group, dequantized, in bfloat16. Raises RuntimeError or ValueError where a GPU would.
+    """Return `a @ b` of every group, dequantized, in bfloat16. Raises RuntimeError or ValueError where a GPU would.
 
     A scale is that of a row of `a`, or column of `b`, in a group; or e8m0 and of 32 values, in the order of
     `scaled_mm.unswizzled` group behind group, each padded to blocks of 128 by 4.

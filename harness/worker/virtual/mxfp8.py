@@ -64,7 +64,7 @@ def pretended_gpu(bodies: Mapping[str, Body], *, available: Collection[str] = ()
                     del sys.modules[name]
     _restore(sys.modules.keys() - before.keys(), stock)
     for name in unused:
-        raise RuntimeError(f"torchao has no kernel {name}: the virtual device knows those of torchao 0.18.")
+        raise RuntimeError(f"torchao has no kernel {name}: the virtual device knows the kernels of torchao 0.18.")
 
 
 def _without_triton(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Returns `a @ b`, dequantized, as [M, N] in `out_dtype` (default: the dtype of `a`, as on a GPU).
+    """Return `a @ b`, dequantized, as [M, N] in `out_dtype` (default: the dtype of `a`, as on a GPU).
 
     `a` is [M, K] row-major, `b` [K, N] column-major; scales are those that `blocks_of` knows. A float8 result is
     multiplied by `scale_result` and saturates. Raises what a GPU raises, see `scaled_rules`.
@@ -93,7 +93,7 @@ def unswizzled_scales(
 
 
 def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """The scales [rows, blocks] of what the hardware reads: tiles of 128 rows by 4 blocks, each as 32 x 16 (32_4_4).
+    """Return scales [rows, blocks] of what the hardware reads: tiles of 128 rows by 4 blocks, each as 32 x 16 (32_4_4).
 
     Source: https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
     """
@@ -111,7 +111,7 @@ def require_allowed(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> None:
-    """Raises what a GPU raises for these arguments of `scaled_mm`."""
+    """Raise what a GPU raises for these arguments of `scaled_mm`."""
     refused = refusal(
         Signature(
             operand(a),
@@ -150,7 +150,7 @@ def scaled_mm_v2(
     """
     recipes = *recipe_a, *recipe_b
     if len(scale_a) != 1 or len(scale_b) != 1 or recipes not in _RECIPES:
-        message = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has those of float8, not of float4"
+        message = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has float8 scaling only"
         raise NotImplementedError(message)
     if _SLICE in recipes:
         if GPU.capability is not None and GPU.capability[0] != 9:
@@ -182,7 +182,7 @@ def _as_first(matrix: torch.Tensor, scale: torch.Tensor, recipe: int, name: str)
 
 
 def require_swizzled(a: SwizzleType | int, b: SwizzleType | int) -> None:
-    """Raises ValueError with the message of a GPU where scales of blocks are in another order than 32_4_4."""
+    """Raise ValueError with the message of a GPU where scales of blocks are in another order than 32_4_4."""
     for name, swizzle in (("a", a), ("b", b)):
         if SwizzleType(swizzle) != SwizzleType.SWIZZLE_32_4_4:
             raise ValueError(f"scale_{name} must be swizzled to SWIZZLE_32_4_4 format")
@@ -194,7 +194,7 @@ _RECIPES = {(_TENSOR, _TENSOR), (_ROW, _ROW), (_MX, _MX), (_SLICE, _SLICE), (_SL
 
 
 def into(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The kernel that writes to `out`, in its dtype unless another is given. Compiled graphs call this variant."""
+    """Return kernel that writes to `out`, in its dtype unless another is given. Compiled graphs call this variant."""
     signature = inspect.signature(kernel)
 
     def with_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:

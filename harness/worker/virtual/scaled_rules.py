@@ -102,7 +102,7 @@ def _is_scaled(by: Blocks, matrix: Operand, scale: Operand) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def blocks_of(a: Operand, b: Operand, scale_a: Operand, scale_b: Operand) -> tuple[Blocks, Blocks] | None:
-    """Return what shares a scale in `a` and in `b`: `get_joint_scaling`; None where CUDA knows none."""
+    """Return what shares a scale in `a` and in `b`: `get_joint_scaling`; None if CUDA knows none."""
     for of_a, of_b in _PAIRS:
         if _is_scaled(of_a, a, scale_a) and _is_scaled(of_b, b.t, scale_b if of_b == MX else scale_b.t):
             return of_a, of_b

@@ -5,7 +5,7 @@ torch implements the four operators for CUDA only. Here the CPU gets the same Py
 transport: a GPU copies from the symmetric memory of its peers, chunk by chunk on two streams, while here one collective
 of the group exchanges all chunks at once. Chunks are consumed and produced in torch's order.
 
-Not modelled: stream order, races on symmetric buffers, and the kernels for NVLink multicast and CUTLASS.
+Not modeled: stream order, races on symmetric buffers, and the kernels for NVLink multicast and CUTLASS.
 """
 
 import functools
@@ -24,7 +24,7 @@ from harness.worker.dispatch_hooks.fused import OPERATORS, naming
 
 
 def run(operator: str, given: dict[str, Any]) -> Any:
-    """Runs torch's CUDA implementation of a fused operator on `given`, its arguments by schema name.
+    """Run torch's CUDA implementation of a fused operator on `given`, its arguments by schema name.
 
     It is looked up at call time, so that patches apply. Arguments are passed by position because it renames the first
     one, and lists are copied because one implementation writes to a list.

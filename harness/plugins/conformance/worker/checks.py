@@ -4,7 +4,7 @@ Tensors and their shards are computed here and not by the code under test. Value
 averages are exact in any order: a right result is bit-equal. Shards differ in their largest magnitude, and the largest
 of all is negative. Float8 operands are cast from high precision with scales that are powers of two.
 
-The cost of an operator is counted on the virtual fabric, below every layer of torch that moves data.
+The cost of an operator is counted on the virtual backend, below every layer of torch that moves data.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def full_inputs(check: OperatorCheck) -> list[Tensor]:
 
 
 def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
-    """The arguments of the operator: plain tensors without a mesh, DTensors with one; float8 if it needs float8."""
+    """Return arguments of the operator: plain tensors without a mesh, DTensors with one; float8 if it needs float8."""
     placed = zip(full, check.inputs, strict=True)
     if check.op.startswith("f8."):
         return [_float8(check, index, value, mesh, placements) for index, (value, placements) in enumerate(placed)]
@@ -443,7 +443,7 @@ class Meter:
 def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
     """Return bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
     if kind == "all_to_all":
-        payload_bytes -= 8 * size  # the fabric also sends a table of the splits
+        payload_bytes -= 8 * size  # the backend also sends a table of the splits
     factors = {
         "barrier": 0.0,
         "all_gather": size - 1.0,

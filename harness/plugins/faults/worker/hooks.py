@@ -27,11 +27,11 @@ ODD_RANK = 1  # the rank of single-rank faults
 LATE = 8  # a step that only long cases have, and that no check replays
 
 Change = Callable[..., Any]
-Plant = Callable[[], object]  # plants a fault in this process
+Plant = Callable[[], object]  # injects a fault in this process
 
 
 def planted(hook: Callable[..., object], *where: Any) -> Callable[[Change], Plant]:
-    """Makes a fault of the function below it: `hook` plants that as a change of what is named here."""
+    """Makes a fault of the function below it: `hook` injects that as a change of what is named here."""
     return lambda change: functools.partial(hook, *where, change)
 
 
@@ -408,7 +408,7 @@ def two_alike(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def norms(model: nn.Module) -> list[Any]:
-    """Return the modules with a vector of their own, but for linears: norms, of whatever class."""
+    """Return the modules with a vector of their own, except linears: norms, of whatever class."""
     norm_modules = [module for module in model.modules() if not isinstance(module, nn.Linear) and _vectors(module)]
     assert norm_modules, "the model has no norm with a weight"
     return norm_modules

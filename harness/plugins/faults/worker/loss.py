@@ -47,7 +47,7 @@ def gradient_of_logits_off() -> None:
 
 
 def _share_reported(of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Report `of(the losses of all ranks)` in place of their mean."""
+    """Report `of(the losses of all ranks)` instead of their mean."""
     losses: list[float] = []
 
     def keep(stock: Any, *args: Any, **options: Any) -> torch.Tensor:

@@ -31,7 +31,7 @@ _RECEIVED = "_retrieve_recv_activations", "_retrieve_recv_grads"  # of a stage, 
 
 
 def _other(number: int) -> int:
-    """Return the first microbatch in place of the second."""
+    """Return the first microbatch instead of the second."""
     return 0 if number == 1 else number
 
 
@@ -102,7 +102,7 @@ clipped_by_norm_of_own_stage = partial(
 
 
 def _sent(name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Send `change(tensor)` in place of what stages send."""
+    """Send `change(tensor)` instead of what stages send."""
 
     def sending(stock: Any, stage: Any, number: int) -> Any:
         sent = stock(stage, number)
@@ -305,7 +305,7 @@ def last_stage_updated_one_step_late(stock: Callable[[], Any], model: nn.Module)
 
 @planted(wrap, build, "cut_sequences")
 def ends_untied_before_sharding(stock: Any, model: Any, *args: Any) -> Any:
-    """As by what gives every module a parameter of its own: TP, a wrapper of weights, meta devices."""
+    """As by what gives every module its own parameter: TP, a wrapper of weights, meta devices."""
     model.output.weight = nn.Parameter(model.output.weight.detach().clone())
     return stock(model, *args)
 

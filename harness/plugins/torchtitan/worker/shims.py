@@ -41,12 +41,12 @@ def import_torchtitan() -> None:
 
 
 def on_virtual_device() -> bool:
-    """Return True when the virtual FP8 device is installed in this process."""
+    """Return True if the virtual FP8 device is installed in this process."""
     return collectives.BACKEND in dist.Backend.backend_list
 
 
 def require_version() -> None:
-    """Raises ValueError when another version of torchtitan is installed than the target drives, or none."""
+    """Raise ValueError when another version of torchtitan is installed than the target drives, or none."""
     installed = importlib.metadata.version("torchtitan")
     if installed != VERSION:
         raise ValueError(f"the target {NAME} drives torchtitan {VERSION}, but {installed} is installed")

@@ -1,7 +1,7 @@
 """Builds the reference target: FP8, TP, checkpointing, compile and FSDP2 applied in the correct order.
 
-The single-rank reference (solo witness) is built like any other case. The batches of all data-parallel ranks are
-repeated one after another on the full weights, because tensorwise scales of activations belong to one data-parallel
+The single-rank reference (single-rank reference) is built like any other case. The batches of all data-parallel ranks
+are repeated one after another on the full weights, because tensorwise scales of activations belong to one data-parallel
 rank. Their gradients are accumulated in rank order and in the reduce dtype. Weights are cast where FSDP2 casts them,
 because FSDP2 itself runs, on a mesh of one rank. Tensor parallelism needs no repetition: with DTensor every scale is
 that of the logical tensor.

@@ -44,5 +44,5 @@ def _configure(case: Case) -> None:
 
 
 def _finished(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Waits for the embedding's output: torch 2.13.0 loses the gradient of a compiled block's async input."""
+    """Wait for the embedding's output: torch 2.13.0 loses the gradient of a compiled block's async input."""
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output

@@ -25,7 +25,7 @@ class Router(nn.Module):
         self.score = model.router
 
     def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts [tokens, top_k] of the tokens of x [batch, seq, dim], the highest first.
+        """Weigh and experts [tokens, top_k] of the tokens of x [batch, seq, dim], the highest first.
 
         `bias` [experts] is added to the scores that are compared, not to the weights. Of equal scores the first wins.
         """
@@ -66,7 +66,7 @@ class GroupedExperts(nn.Module):
 def padded_groups(counts: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     """Return where each row goes if groups are padded, and where the padded groups end (int32).
 
-    A group without tokens is padded too, as in torchtitan: a kernel that skips it leaves a gradient uninitialised.
+    A group without tokens is padded too, as in torchtitan: a kernel that skips it leaves a gradient uninitialized.
     """
     padded = (-(-counts // multiple)).clamp(min=1) * multiple
     ends = padded.cumsum(0)

@@ -87,7 +87,7 @@ def tokens_of_step(counts: Tensor, *meshes: DeviceMesh | None) -> Tensor:
 class Meshes(NamedTuple):
     """The submeshes in use: `dp` is 1-D (FSDP2) or 2-D (HSDP), and so is `of_experts`, that of FSDP2 for experts.
 
-    None where that parallelism is not used.
+    None if that parallelism is not used.
     """
 
     tp: DeviceMesh | None = None

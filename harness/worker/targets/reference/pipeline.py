@@ -84,7 +84,7 @@ class Pipeline:
         )
 
     def name(self, tensor: torch.Tensor) -> str | None:
-        """Return what a stage receives into a tensor; None where none does."""
+        """Return what a stage receives into a tensor; None if none does."""
         for stage in self._stages:
             sides = ("input", stage.args_recv_info), ("output gradient", stage.grad_recv_info)
             for side, by_microbatch in sides:
@@ -116,7 +116,7 @@ class Pipeline:
 
 
 def in_copies(case: Case, world: World) -> bool:
-    """Return True where ends are tied by copies: in a pipeline, and on the one rank that is its reference."""
+    """Return True if ends are tied by copies: in a pipeline, and on the single rank that is its reference."""
     return case.model.tied and case.layout.pp * world.stages > 1
 
 
@@ -129,7 +129,7 @@ class CopiedEnds:
 
     @property
     def copy(self) -> nn.Parameter | None:
-        """The weights of the output layer where this rank has it: no others than those of the embedding."""
+        """Return the weights of the output layer where this rank has it: no others than those of the embedding."""
         return None if self.model.output is None else _weight(self.model.output)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from harness.plugins.bugs.export import constants, exported_case, exported_fault
 from harness.plugins.bugs.pytest_file import models, pytest_file
 from harness.verdict import FailureSignature
 from tests.acceptance.conftest import REPOSITORY, Command
-from tests.zygotes import Zygotes
+from tests.fork_servers import ForkServers
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = "dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1"
@@ -113,12 +113,12 @@ def run(python: Path) -> Iterator[Run]:
 
 
 @pytest.fixture
-def bug_export(tmp_path: Path, warm: Zygotes) -> Run:
+def bug_export(tmp_path: Path, warm: ForkServers) -> Run:
     """`bug export` of a case or bug of the harness, in a folder of the test's own."""
 
     def exported(*arguments: str) -> subprocess.CompletedProcess[str]:
         words = ("--root", str(REPOSITORY), "--quiet", "bug", "export", *arguments, "--device", "cpu")
-        return Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, zygotes=warm).call(*words)
+        return Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, fork_servers=warm).call(*words)
 
     return exported
 

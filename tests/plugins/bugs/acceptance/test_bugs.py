@@ -17,8 +17,8 @@ from harness.matrix.caseid import parse_case_id
 from harness.running.environments import NotInstalled, Versions
 from harness.running.plan import DEFAULT_PROGRAM
 from tests.acceptance.conftest import Command, Inside
+from tests.fork_servers import ForkServers
 from tests.programs import run_git
-from tests.zygotes import Zygotes
 
 REPORT = """# float8 crash with TP
 pytorch/ao#77 on 2025-06-03
@@ -111,9 +111,9 @@ FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4
 
 
 @pytest.fixture
-def real(project: Command, warm: Zygotes) -> Inside:
+def real(project: Command, warm: ForkServers) -> Inside:
     """The project, with ranks that run torch."""
-    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, zygotes=warm)
+    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, fork_servers=warm)
 
 
 def write_bug(project: Command, text: str) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.acceptance.conftest import Inside, with_targets
-from tests.zygotes import Zygotes
+from tests.fork_servers import ForkServers
 
 SHORT = "single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"  # what is wrong shows in two steps
-# Every rank reads the last line of this target anew: the zygote that it is forked from has imported it once.
+# Every rank reads the last line of this target anew: the fork server that it is forked from has imported it once.
 LATE = """
 def __getattr__(name):
     found = {}
@@ -25,7 +25,7 @@ def __getattr__(name):
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: ForkServers) -> Inside:
     """A project with the sound target and its mistakes in it, run on the real ranks."""
     return with_targets(tmp_path_factory.mktemp("targets"), warm, "toy.py", "mistakes.py")
 
@@ -100,7 +100,7 @@ SWEPT = {
 }
 
 
-@pytest.mark.sweep  # each needs a zygote of its own
+@pytest.mark.sweep  # each needs a fork server of its own
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_is_no_target(project: Inside, name: str) -> None:
     text, words = MODULES[name]

@@ -223,7 +223,7 @@ class FakeEngine:
         killer = next((check.id for check in checks if check.id in self.killers), "")
         if killer:
             stopped = RankOutcome(rank=0, status="stopped", phase="start", consequence=True)
-            ranks = (stopped, RankOutcome(rank=1, status="signalled", phase=killer))
+            ranks = (stopped, RankOutcome(rank=1, status="signaled", phase=killer))
             return JobOutcome(job_id="", status="crash", ranks=ranks, message="rank 1: SIGKILL")
         payloads = (msgspec.msgpack.encode([answer] * len(checks)) for answer in seen(make_output()))
         ranks = tuple(RankOutcome(rank=at, status="returned", payload=payload) for at, payload in enumerate(payloads))

@@ -49,11 +49,11 @@ def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
 def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path) -> None:
     project = bare(tmp_path)
     asked = ("single-bf16-v2048-s2-f64", "--fault", "amax_not_reduced_over_tp")
-    options = (*asked, "--device", "cpu", "-o", "fabric=gloo", "--json", "-")
+    options = (*asked, "--device", "cpu", "-o", "backend=gloo", "--json", "-")
     done = project.run("dev", "evidence", "proof", *options, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (level,) = json.loads(done.stdout)["levels"]
-    assert level["environment"]["fabric"] == "gloo" and level["environment"].get("arithmetic", "") == ""
+    assert level["environment"]["backend"] == "gloo" and level["environment"].get("arithmetic", "") == ""
     assert {item["verdict"] for item in level["items"]} == {"passed", "detected"}
     assert "# The exact matmul" in done.stderr
 

@@ -12,16 +12,16 @@ import pytest
 from harness.evidence.golden import curve_text
 from harness.plugins.parity.curves import TextCurve, read_curve
 from tests.acceptance.conftest import REPOSITORY, Inside, with_targets
+from tests.fork_servers import ForkServers
 from tests.plugins.bugs.acceptance.test_bugs import PACKAGE, environment, wheel
 from tests.programs import make_commit
-from tests.zygotes import Zygotes
 
 OF_SUMS = ("rounding", "drift")  # how far sums over TP ranks are off in bfloat16 depends on the CPU
 LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: ForkServers) -> Inside:
     """A project without goldens, and with the tolerances that were measured."""
     inside = with_targets(tmp_path_factory.mktemp("parity"), warm)
     shutil.copytree(REPOSITORY / "golden" / "evidence", inside.folder / "golden" / "evidence", dirs_exist_ok=True)
@@ -68,10 +68,10 @@ LOOPS = {
 }
 
 
-@pytest.mark.sweep  # each needs a zygote of its own
+@pytest.mark.sweep  # each needs a fork server of its own
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_mistake_of_a_training_loop_is_named_first(
-    tmp_path_factory: pytest.TempPathFactory, warm: Zygotes, name: str
+    tmp_path_factory: pytest.TempPathFactory, warm: ForkServers, name: str
 ) -> None:
     own = with_targets(tmp_path_factory.mktemp("loop"), warm, "toy.py", "mistakes.py")
     (own.folder / "loop.py").write_text(f"from mistakes import {name} as build\n")
@@ -120,7 +120,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
 
 
 def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its_base_runs_once(
-    tmp_path_factory: pytest.TempPathFactory, warm: Zygotes
+    tmp_path_factory: pytest.TempPathFactory, warm: ForkServers
 ) -> None:
     clone = with_targets(tmp_path_factory.mktemp("clone"), warm, "toy.py")
     make_commit(clone.folder, "toy.py")
@@ -154,7 +154,7 @@ def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its
 
 @pytest.mark.sweep  # `test_bugs.py` makes environments in every run
 def test_against_a_version_and_a_virtual_environment_what_their_package_changes_is_moved(
-    tmp_path_factory: pytest.TempPathFactory, warm: Zygotes
+    tmp_path_factory: pytest.TempPathFactory, warm: ForkServers
 ) -> None:
     """The target trains faster where the package is there; here it is not."""
     project = with_targets(tmp_path_factory.mktemp("packages"), warm, "toy.py")

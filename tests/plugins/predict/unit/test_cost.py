@@ -54,7 +54,7 @@ def text_of_report(report: CostReport) -> str:
 
 def test_formulas_of_a_case() -> None:
     text = text_of_report(CostReport(formula=metrics(make_case(recipe="rowwise", output_layer=True, vocab_size=2050))))
-    assert "torch refuses this case: " in text and "multiple of 16" in text
+    assert "torch rejects this case: " in text and "multiple of 16" in text
     text = text_of_report(CostReport(formula=metrics(CASE, rank=1)))
     assert "rank 1 of 2, step 2, 256 tokens: by formula, nothing was run" in text
     assert "executed matmuls in float8      42 calls" in text

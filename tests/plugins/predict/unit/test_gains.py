@@ -189,7 +189,7 @@ def test_an_interval_holds_its_ratio_and_scales_with_the_ratios(ratios: list[flo
 def test_what_cannot_be_timed() -> None:
     with pytest.raises(HarnessError, match="converts nothing"):
         timed_case(TWIN, warmup=1, steps=2)
-    with pytest.raises(HarnessError, match="torch refuses"):
+    with pytest.raises(HarnessError, match="torch rejects"):
         timed_case(parse_case_id("tp2-tensorwise-head.fp8-v2256-s2-f64"), warmup=1, steps=2)
     with pytest.raises(HarnessError, match="resumed"):
         timed_case(parse_case_id("fsdp4-tensorwise-ag.fp8pre-v2048-s3-resume.resharded-f64"), warmup=1, steps=2)

@@ -188,7 +188,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--world", "512", "--dp-shard", "4"), "--dp-shard: --world gives it."),
         (("--set", "steps=3"), "--set steps: every step costs the same."),
         (("--sweep", "--verify"), "a sweep is of many layouts."),
-        (("--set", "evaluate=true", "--verify"), "which has no evaluate of its own."),
+        (("--set", "evaluate=true", "--verify"), "which ignores evaluate."),
     ],
 )
 def test_what_the_command_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_an_interrupted_candidate_gates() -> None:
 def test_a_check_that_judges_no_more_gates_with_its_reason() -> None:
     lost = NotJudged(check="parity", reason="not verified with torchao 0.19", unverified=True)
     reason = only(held([result()], [result(checks=("finite", "loss_vs_golden"), not_judged=(lost,))]))
-    assert (reason.kind, reason.what, reason.gates) == (Kind.LOST_CHECK, "no longer judged: parity", True)
+    assert (reason.kind, reason.what, reason.gates) == (Kind.LOST_CHECK, "no longer checked: parity", True)
     assert reason.details == ("parity: not verified with torchao 0.19",)
     refused = result(checks=("alignment",), expectation="output_alignment", measured=None)
     assert "must be refused now (output_alignment)" in only(held([result()], [refused])).what
@@ -185,7 +185,7 @@ def test_required_cells_must_have_been_shown() -> None:
     assert (reason.what, reason.baseline, reason.candidate) == ("TP: 1 of at least 2 cases good", "2 good", "1 good")
     assert reason.details == ("required: users run it", "cases: tp>1", f"{TWIN}: numeric")
     unjudged = held([result()], [result(checks=())], replace(terms, required=(replace(REQUIRED, at_least=1),)))
-    assert f"{CASE}: judged by no check" in required_of(unjudged).details
+    assert f"{CASE}: checked by no check" in required_of(unjudged).details
     none = held([result(OTHER)], [result(OTHER)], terms)
     assert not none.go and "none of them was selected" in only(none).details
 
@@ -299,7 +299,7 @@ def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
 def test_bf16_tells_the_environment_from_fp8() -> None:
     before = [result(), result(TWIN)]
     fp8 = only(held(before, [moved(CASE), result(TWIN)]))
-    assert (fp8.kind, fp8.details[-1]) == (Kind.FP8_MOVED, f"its BF16 twin {TWIN} did not move: FP8 changed")
+    assert (fp8.kind, fp8.details[-1]) == (Kind.FP8_MOVED, f"its BF16 counterpart {TWIN} did not move: FP8 changed")
     both = held(before, [moved(CASE), moved(TWIN)])
     assert {reason.kind for reason in both.reasons} == {Kind.BF16_MOVED}
     golden = {"golden": "run here", "golden_losses": (8.0,)}
@@ -384,8 +384,8 @@ UNJUDGED = result(checks=())
         ([failed()], [result()], "no case is good in both results (baseline 0 good, candidate 1 good)"),
         ([failed(), result(OTHER)], [failed(), infra(OTHER)], None),
         ([result()], [failed()], None),
-        ([UNJUDGED], [UNJUDGED], "no case that is good in both results was judged by a check in both"),
-        ([UNJUDGED], [result()], "no case that is good in both results was judged by a check in both"),
+        ([UNJUDGED], [UNJUDGED], "no case that is good in both results was checked in both"),
+        ([UNJUDGED], [result()], "no case that is good in both results was checked in both"),
         ([result()], [UNJUDGED], None),
     ],
 )

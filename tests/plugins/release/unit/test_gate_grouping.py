@@ -37,7 +37,7 @@ ROUNDS = make_known(
 LOSES = replace(ROUNDS, name="loses", torch="==2.13.0", reason="Gradients are lost.")
 GRAPH = "single-bf16-graph-v2048-s2-b16"
 SHOWN = (
-    a_finding(check="judge", message="known fault rounds"),
+    a_finding(check="judge", message="known issue rounds"),
     a_finding(rule="parity/gradients", message="4 gradients differ by 2 %", verdict=Verdict.NUMERIC),
 )
 OTHER_WIRE = {"all_reduce (sum) in float32 along tp": Sent(calls=4, payload_bytes=4096)}
@@ -225,7 +225,7 @@ def several() -> Gate:
 
 def test_it_is_the_end_of_the_text_in_60_columns() -> None:
     lines = text_of(gate_sections(several()), width=60).splitlines()
-    at = lines.index("what moved, by cause (torch 2.13.0+cpu -> 2.15.0)")
+    at = lines.index("changes by cause (torch 2.13.0+cpu -> 2.15.0)")
     assert lines[at + 1 : at + 8] == [
         "           torch  ours  unexplained",
         "  causes       2     1            1",
@@ -237,9 +237,9 @@ def test_it_is_the_end_of_the_text_in_60_columns() -> None:
     ]
     end = lines[at + 8 :]
     assert [line for line in end if line.startswith("moved, ")] == [
-        "moved, torch: changed on purpose, or a fault on record (2)",
-        "moved, ours: what the candidate was not judged by (1)",
-        "moved, unexplained: nothing on record accounts for it (1)",
+        "moved, torch: a deliberate change, or a known issue (2)",
+        "moved, ours: missing checks and references (1)",
+        "moved, unexplained: no record accounts for it (1)",
     ]
     assert "  rounds, new: 1 case" in end and f"    {GRAPH}: passed -> known" in end
     assert all(len(line) <= 60 for line in lines if not line.startswith(("    $ ", "    http")))
@@ -248,7 +248,7 @@ def test_it_is_the_end_of_the_text_in_60_columns() -> None:
 def test_markdown_json_and_html_have_the_same() -> None:
     decision = several()
     text = gate_markdown(decision)
-    assert "### what moved, by cause (torch 2.13.0+cpu -&gt; 2.15.0)\n\n|  | torch | ours | unexplained |" in text
+    assert "### changes by cause (torch 2.13.0+cpu -&gt; 2.15.0)\n\n|  | torch | ours | unexplained |" in text
     assert "| traffic | 1 | 0 | 0 |" in text and "- rounds, new: 1 case\n" in text
     plain = json.loads(to_json(decision))
     assert [(group["origin"], group["name"]) for group in plain["groups"]] == [
@@ -260,11 +260,13 @@ def test_markdown_json_and_html_have_the_same() -> None:
     assert plain["groups"][1]["moved"] == {"verdict": [GRAPH]}
     section = gate_front(decision, make_results(result(GRAPH))).section
     assert section is not None
-    moved = next(block for block in section.blocks if isinstance(block, Section) and block.title.startswith("what "))
+    moved = next(
+        block for block in section.blocks if isinstance(block, Section) and block.title.startswith("changes by ")
+    )
     (table,) = moved.blocks
     assert isinstance(table, Table) and table.rows[0] == ("causes", "2", "1", "1")
     first = next(block for block in section.blocks if isinstance(block, Section) and block.title.startswith("moved, "))
-    assert first.title == "moved, torch: changed on purpose, or a fault on record (2)"
+    assert first.title == "moved, torch: a deliberate change, or a known issue (2)"
     entry = first.blocks[1]
     assert isinstance(entry, Entry) and (entry.case, entry.title) == (GRAPH, "rounds, new: 1 case")
 

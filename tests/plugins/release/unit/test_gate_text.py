@@ -38,13 +38,13 @@ def gate_text(decision: Gate, *, width: int) -> str:
 
 
 def test_the_first_lines_decide() -> None:
-    text, _, causes = gate_text(many(), width=60).partition("what moved, by cause\n")
+    text, _, causes = gate_text(many(), width=60).partition("changes by cause\n")
     lines = text.splitlines()
     assert all(len(line) <= 60 for line in causes.splitlines() if not any(name in line for name in IDS))
     assert lines[0] == "NO-GO: v2 against v1"
     head = "\n".join(lines[:12])
     assert lines[1] == "40 reasons gate"
-    assert "30 of 40 cases good, 120 checks judged (baseline: 40 of 40, 120)" in " ".join(head.split())
+    assert "30 of 40 cases good, 120 checks run (baseline: 40 of 40, 120)" in " ".join(head.split())
     assert "  10x  fails, and did not in the baseline  new-failure" in head
     assert "  30x  saved bytes changed                 saved-bytes" in head
     assert all(len(line) <= 60 for line in lines if not any(name in line for name in IDS))
@@ -56,7 +56,7 @@ def test_failures_of_one_signature_are_told_once() -> None:
     before = make_results(*map(result, IDS[:3]))
     other = failed(IDS[2], replace(SIGNATURE, kind="finite/loss"))
     decision = gate(before, make_results(*map(failed, IDS[:2]), other), TERMS)
-    text, _, causes = gate_text(decision, width=100).partition("what moved, by cause\n")
+    text, _, causes = gate_text(decision, width=100).partition("changes by cause\n")
     assert "  parity/gradients: 2 cases\n" in causes and "  finite/loss: 1 case\n" in causes
     assert text.count("signature: parity/gradients") == 1 and text.count("signature: finite/loss") == 1
     assert f"    the same in {IDS[1]}\n" in text and text.count("    $ fp8-harness run") == 2
@@ -65,7 +65,7 @@ def test_failures_of_one_signature_are_told_once() -> None:
 def test_go_says_what_was_compared_and_why_times_were_not() -> None:
     document = make_results(result())
     text = gate_text(gate(document, document, TERMS), width=200)
-    compared = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 of 1 case compared"
+    compared = "1 of 1 case good, 3 checks run (baseline: 1 of 1, 3); numbers of 1 of 1 case compared"
     assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", compared]
     document = make_results(result(measured=None, attempts=()))
     for before, after, why in (

@@ -97,7 +97,7 @@ def test_a_case_with_a_recorded_fault_covers_nothing_that_another_can() -> None:
     assert account.counts["known"] == 1, "tp=8 with rowwise exists in no other case"
     assert account.counts["skipped"] == 0
     assert [chosen_case.reason for chosen_case in chosen if case_id(chosen_case.case).startswith("tp8-rowwise")] == [
-        "runs into a recorded fault: no other case can contain what it contains"
+        "has a known issue: no other case can cover this"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Zygotes that the tests of one process share: importing torch and torchao is most of a short test on real ranks."""
+"""Fork servers that tests of one process share: importing torch and torchao is most of a short test on real ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Self
 
+from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.running.plan import DEFAULT_PROGRAM
 
 EAGER = {"device": "cpu", "arithmetic": "exact", "compile": "off"}
@@ -17,22 +17,22 @@ _OF_THE_COMMAND = ("FP8_HARNESS_PROGRAM", "FP8_HARNESS_STATE")  # no rank reads 
 Key = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
 
-class Zygotes:
-    """Zygotes, each started once and kept until the end of this context, or until what it has loaded is forgotten."""
+class ForkServers:
+    """Fork servers, each started once and kept until the end of this context, or until what it loaded is forgotten."""
 
     def __init__(self) -> None:
-        self._engines: dict[Key, ZygoteEngine] = {}
+        self._engines: dict[Key, ForkServerEngine] = {}
         self._lock = threading.Lock()
 
     def engine(
         self, options: Mapping[str, str], program: str = DEFAULT_PROGRAM, environment: Mapping[str, str] | None = None
-    ) -> ZygoteEngine:
+    ) -> ForkServerEngine:
         """The engine of a rank program with these options, whose ranks have this environment."""
         seen = {name: value for name, value in (environment or {}).items() if name not in _OF_THE_COMMAND}
         key = (program, tuple(sorted(options.items())), tuple(sorted(seen.items())))
         with self._lock:
             if key not in self._engines:
-                self._engines[key] = ZygoteEngine(program, options)
+                self._engines[key] = ForkServerEngine(program, options)
             return self._engines[key]
 
     def lend(
@@ -48,7 +48,7 @@ class Zygotes:
         return Borrowed(self.engine(options, program, environment))
 
     def forget_targets(self) -> None:
-        """End the zygotes that have loaded a target: no other file of tests has it."""
+        """End the fork servers that have loaded a target: no other file of tests has it."""
         for key in [key for key in self._engines if "target" in dict(key[1])]:
             self._engines.pop(key).close()
 
@@ -63,7 +63,7 @@ class Zygotes:
 class Borrowed:
     """A shared engine as the `Runner` of one run: its end ends the jobs of that run, and no process."""
 
-    def __init__(self, engine: ZygoteEngine) -> None:
+    def __init__(self, engine: ForkServerEngine) -> None:
         self._engine = engine
         self._running: set[str] = set()
         self._closed = False

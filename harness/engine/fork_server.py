@@ -1,7 +1,8 @@
-"""The zygote: imports and warms up a rank program once, then forks fresh ranks for every share of a job.
+"""The fork server: imports and warms up a rank program once, then forks fresh ranks for every share of a job.
 
-`python -m harness.engine.zygote --fd N PROGRAM [KEY=VALUE ...]`; `zygote_engine.py` passes it one end of a socket.
-One thread, one selector loop, several shares at a time. When the controller exits, it kills every rank and exits too.
+`python -m harness.engine.fork_server --fd N PROGRAM [KEY=VALUE ...]`; `fork_server_engine.py` passes it one end of a
+socket. One thread, one selector loop, several shares at a time. When the controller exits, it kills every rank and
+exits too.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ from harness.engine.messages import (
     Reached,
     ShareEvent,
     Submit,
-    ToZygote,
+    ToForkServer,
     encode_frame,
 )
 from harness.engine.program import RankMain, preloaded
@@ -34,14 +35,14 @@ from harness.engine.supervisor import Supervisor
 SHUTDOWN_S = 5.0  # from losing the controller to giving up on ranks that survive SIGKILL
 
 
-class Zygote:
+class ForkServer:
     """Serves one controller until it disconnects."""
 
     def __init__(self, control: socket.socket, controller_pid: int, rank_main: RankMain) -> None:
         self._keep_fds = linux.open_fds() - {control.fileno()}  # opened by the program, so ranks inherit them
         self._control = control
         self._rank_main = rank_main
-        self._reader: FrameReader[ToZygote] = FrameReader(ToZygote)
+        self._reader: FrameReader[ToForkServer] = FrameReader(ToForkServer)
         self._shares: dict[int, Supervisor] = {}
         self._connected = True
         self._end_reason = ""  # why it ends; empty while it serves
@@ -95,7 +96,7 @@ class Zygote:
         except ProtocolError as error:
             self._end(f"the controller sent unreadable data: {error}")
 
-    def _handle(self, message: ToZygote) -> None:
+    def _handle(self, message: ToForkServer) -> None:
         if isinstance(message, Submit):
             self._start(message)
             return
@@ -148,7 +149,7 @@ def _die_on_hangup(control: socket.socket, *, armed: bool) -> None:
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
     if armed and select.select([control], [], [], 0)[0]:
-        sys.exit("the controller exited before the zygote had started")
+        sys.exit("the controller exited before the fork server had started")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -167,9 +168,9 @@ def main(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # ranks share these pages, and a collection in a rank would copy them all
     _die_on_hangup(control, armed=False)
-    error = Zygote(control, controller_pid, rank_main).serve(notes)
+    error = ForkServer(control, controller_pid, rank_main).serve(notes)
     if error:
-        sys.exit(f"fp8-harness zygote: {error}. Fix: run the same version of fp8-harness on both sides.")
+        sys.exit(f"fp8-harness fork server: {error}. Fix: run the same version of fp8-harness on both sides.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The zygote when its controller sends what is no message: one line on stderr, and every job that it runs is told."""
+"""The fork server when its controller sends what is no message: one line on stderr, and every job of it is told."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.messages import Finished, FrameReader, FromZygote, Hello, Message, Share, Submit, encode_frame
+from harness.engine.messages import Finished, FrameReader, FromForkServer, Hello, Message, Share, Submit, encode_frame
 from tests.jobs import make_share
 from tests.worker.processes import start_python
 
@@ -20,30 +20,30 @@ def sleeping_share(folder: Path) -> Share:
     return make_share(folder, 2, payload)
 
 
-class Zygote:
-    """A zygote with toy ranks, and the other end of its socket."""
+class ForkServer:
+    """A fork server with toy ranks, and the other end of its socket."""
 
     def __init__(self) -> None:
         self.socket, far = socket.socketpair()
         self.socket.settimeout(30)
-        self._reader: FrameReader[FromZygote] = FrameReader(FromZygote)
+        self._reader: FrameReader[FromForkServer] = FrameReader(FromForkServer)
         fd = far.fileno()
         with far:
-            words = ("-m", "harness.engine.zygote", "--fd", str(fd), "tests.worker.toyprogram")
+            words = ("-m", "harness.engine.fork_server", "--fd", str(fd), "tests.worker.toyprogram")
             self.process = start_python(*words, pass_fds=(fd,), stderr=subprocess.PIPE, text=True)
 
     def send(self, message: Message) -> None:
         self.socket.sendall(encode_frame(message))
 
-    def messages(self) -> Iterator[FromZygote]:
+    def messages(self) -> Iterator[FromForkServer]:
         """What it sends until it closes its end."""
         while data := self.socket.recv(1 << 16):
             yield from self._reader.feed(data)
 
 
 @pytest.fixture
-def zygote() -> Iterator[Zygote]:
-    started = Zygote()
+def fork_server() -> Iterator[ForkServer]:
+    started = ForkServer()
     yield started
     started.socket.close()
     started.process.kill()
@@ -55,25 +55,25 @@ def zygote() -> Iterator[Zygote]:
     [(GARBAGE, "cannot decode a frame: "), (b"\xff\xff\xff\xff", "got a frame of 4294967295 bytes; the limit is ")],
     ids=["no message", "too long"],
 )
-def test_unreadable_data_ends_the_zygote_with_one_line_and_its_jobs_as_infra(
-    zygote: Zygote, tmp_path: Path, garbage: bytes, why: str
+def test_unreadable_data_ends_the_fork_server_with_one_line_and_its_jobs_as_infra(
+    fork_server: ForkServer, tmp_path: Path, garbage: bytes, why: str
 ) -> None:
-    messages = zygote.messages()
+    messages = fork_server.messages()
     assert isinstance(next(messages), Hello)
-    zygote.send(Submit(ticket=7, share=sleeping_share(tmp_path)))
-    zygote.socket.sendall(garbage)
+    fork_server.send(Submit(ticket=7, share=sleeping_share(tmp_path)))
+    fork_server.socket.sendall(garbage)
     (finished,) = messages
     assert isinstance(finished, Finished) and finished.ticket == 7
     assert finished.outcome.infra.startswith(f"the controller sent unreadable data: {why}")
-    _, err = zygote.process.communicate(timeout=20)
-    assert zygote.process.returncode == 1
+    _, err = fork_server.process.communicate(timeout=20)
+    assert fork_server.process.returncode == 1
     (line,) = err.splitlines()
-    assert line.startswith(f"fp8-harness zygote: the controller sent unreadable data: {why}")
+    assert line.startswith(f"fp8-harness fork server: the controller sent unreadable data: {why}")
     assert line.endswith("Fix: run the same version of fp8-harness on both sides.")
 
 
-def test_the_end_of_the_controller_is_no_error(zygote: Zygote) -> None:
-    assert isinstance(next(zygote.messages()), Hello)
-    zygote.socket.close()
-    _, err = zygote.process.communicate(timeout=20)
-    assert (zygote.process.returncode, err) == (0, "")
+def test_the_end_of_the_controller_is_no_error(fork_server: ForkServer) -> None:
+    assert isinstance(next(fork_server.messages()), Hello)
+    fork_server.socket.close()
+    _, err = fork_server.process.communicate(timeout=20)
+    assert (fork_server.process.returncode, err) == (0, "")

@@ -1,4 +1,5 @@
-"""The zygote engine: runs shares of jobs on ranks forked from one zygote, and replaces that process when it dies.
+"""The fork server engine: runs shares of jobs on ranks forked from one fork server, and replaces that process when it
+dies.
 
 Neither imports the rank program nor forks, so any thread may call it.
 """
@@ -20,7 +21,7 @@ from harness.engine.messages import (
     Control,
     Finished,
     FrameReader,
-    FromZygote,
+    FromForkServer,
     Hello,
     Message,
     ProtocolError,
@@ -34,15 +35,15 @@ from harness.engine.messages import (
 from harness.engine.outcome import describe_exit
 from harness.engine.processes import MARK, module_command, start, tail
 
-CLOSE_S = 6.0  # longer than the SHUTDOWN_S of the zygote
+CLOSE_S = 6.0  # longer than the SHUTDOWN_S of the fork server
 
 
-class ZygoteFailure(Exception):
-    """The zygote did not start, died or was closed; the text says why and quotes its last output."""
+class ForkServerFailure(Exception):
+    """The fork server did not start, died or was closed; the text says why and quotes its last output."""
 
 
-class ZygoteLost(ZygoteFailure):
-    """The zygote died or fell silent with shares on it. `out_of_memory`: the OOM killer has ended processes since."""
+class ForkServerLost(ForkServerFailure):
+    """The fork server died or fell silent with shares on it. `out_of_memory`: the OOM killer has run since."""
 
     def __init__(self, reason: str, *, out_of_memory: bool) -> None:
         super().__init__(reason)
@@ -50,7 +51,7 @@ class ZygoteLost(ZygoteFailure):
 
 
 class StartLimits(NamedTuple):
-    """How long a zygote may take to import and warm up its program, in seconds from its start.
+    """How long a fork server may take to import and warm up its program, in seconds from its start.
 
     10 to 60 s with torch on a busy machine; more where Python reads from a slow network.
     """
@@ -68,10 +69,10 @@ class _Pending(NamedTuple):
     report: Callable[[ShareEvent], None]
 
 
-class ZygoteClient:
-    """The controller's side of one zygote process, which it starts on construction. Thread-safe.
+class ForkServerClient:
+    """The controller's side of one fork server process, which it starts on construction. Thread-safe.
 
-    Raises ZygoteFailure when the interpreter cannot be started.
+    Raises Fork serverFailure when the interpreter cannot be started.
     """
 
     def __init__(self, program: str, options: Mapping[str, str]) -> None:
@@ -84,19 +85,19 @@ class ZygoteClient:
         self._failure = ""  # why it no longer serves; empty while it does
         self._mark = uuid.uuid4().hex
         self._oom_kills = linux.oom_kills()
-        self._reader: FrameReader[FromZygote] = FrameReader(FromZygote)
+        self._reader: FrameReader[FromForkServer] = FrameReader(FromForkServer)
         self._listener: threading.Thread | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._socket, far = socket.socketpair()
         given = [f"{key}={value}" for key, value in sorted(options.items())]
-        command = module_command("harness.engine.zygote", ["--fd", str(far.fileno()), program, *given])
+        command = module_command("harness.engine.fork_server", ["--fd", str(far.fileno()), program, *given])
         with far:
             try:
                 self._process = start(command, self._output, environ={MARK: self._mark}, fds=[far.fileno()])
             except OSError as error:
                 self._socket.close()
                 self._output.close()
-                raise ZygoteFailure(f"the zygote could not be started: {error}") from error
+                raise ForkServerFailure(f"the fork server could not be started: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -109,20 +110,20 @@ class ZygoteClient:
     def wait_until_ready(self, limits: StartLimits, note: Callable[[str], None]) -> tuple[str, ...]:
         """Wait until the program is preloaded; returns its notes. `note` gets a line where that takes long.
 
-        After a ZygoteFailure, the caller must `close` this client.
+        After a Fork serverFailure, the caller must `close` this client.
         """
         began_s = time.monotonic()
         try:
             hello = self._receive_hello_within(began_s, limits, note)
         except TimeoutError:
             waited = f"did not finish its preload within {time.monotonic() - began_s:.0f} s"
-            raise ZygoteFailure(self._describe(f"{waited}: {self._progress}")) from None
+            raise ForkServerFailure(self._describe(f"{waited}: {self._progress}")) from None
         except (OSError, ProtocolError) as error:
-            raise ZygoteFailure(self._describe(f"sent no valid hello: {error}")) from error
+            raise ForkServerFailure(self._describe(f"sent no valid hello: {error}")) from error
         if hello is None:
-            raise ZygoteFailure(self._describe(f"did not start: {self._end_process()}"))
+            raise ForkServerFailure(self._describe(f"did not start: {self._end_process()}"))
         self._socket.settimeout(None)
-        self._listener = threading.Thread(target=self._listen, name="fp8-harness-zygote", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="fp8-harness-fork server", daemon=True)
         self._listener.start()
         return hello.notes
 
@@ -130,7 +131,7 @@ class ZygoteClient:
         with suppress(TimeoutError):
             return self._receive_hello(began_s + limits.told_s)
         note(
-            f"ranks wait for the zygote, process {self.pid}, which has not imported {self._program} after "
+            f"ranks wait for the fork server, process {self.pid}, which has not imported {self._program} after "
             f"{limits.told_s:g} s: {self._progress}."
         )
         try:
@@ -146,7 +147,7 @@ class ZygoteClient:
 
     @property
     def _progress(self) -> str:
-        """What a zygote that does not come up does, and what to look at."""
+        """Return what a fork server that does not come up does, and what to look at."""
         if self._stopped:
             return f"it is stopped by a signal, and `kill -CONT {self.pid}` continues it"
         return f"it still runs, and `py-spy dump --pid {self.pid}` shows where it is"
@@ -162,7 +163,7 @@ class ZygoteClient:
                     return message
 
     def submit(self, share: Share, report: Callable[[ShareEvent], None]) -> tuple[int, Future[ShareOutcome]]:
-        """Submit a share; returns its ticket and the future of its outcome. Either raises ZygoteLost if it died.
+        """Submit a share; returns its ticket and the future of its outcome. Either raises Fork serverLost if it died.
 
         `report` is called in a thread of this client, which waits for it.
         """
@@ -203,7 +204,7 @@ class ZygoteClient:
         ended = self._end_process()
         self._fail_pending(self._describe(reason or f"died: {ended}"))
 
-    def _hand_on(self, message: FromZygote) -> None:
+    def _hand_on(self, message: FromForkServer) -> None:
         if isinstance(message, Hello):
             return
         take = self._pending.pop if isinstance(message, Finished) else self._pending.get
@@ -222,16 +223,16 @@ class ZygoteClient:
         for pending_share in pending.values():
             pending_share.outcome.set_exception(self._loss(self._failure))
 
-    def _loss(self, reason: str) -> ZygoteLost:
-        return ZygoteLost(reason, out_of_memory=linux.oom_kills() > self._oom_kills)
+    def _loss(self, reason: str) -> ForkServerLost:
+        return ForkServerLost(reason, out_of_memory=linux.oom_kills() > self._oom_kills)
 
-    def give_up(self, reason: str) -> ZygoteLost:
+    def give_up(self, reason: str) -> ForkServerLost:
         """Close this client, which does not answer; returns the loss for the share that noticed."""
         self.close(reason)
         return self._loss(reason)
 
     def _end_process(self) -> str:
-        """Wait for the zygote or kill it, and kill everything it started; returns how it ended."""
+        """Wait for the fork server or kill it, and kill everything it started; returns how it ended."""
         if self._stopped:
             self._process.kill()  # it would not notice that its connection is closed
         try:
@@ -241,15 +242,15 @@ class ZygoteClient:
             self._process.kill()
             self._process.wait()
             ended = f"did not exit within {CLOSE_S:g} s of losing its connection"
-        linux.kill_marked(MARK, self._mark, CLOSE_S)  # ranks die with the zygote, but their children do not
+        linux.kill_marked(MARK, self._mark, CLOSE_S)  # ranks die with the fork server, but their children do not
         return ended
 
     def _describe(self, failure: str) -> str:
         output = tail(Path(f"/proc/self/fd/{self._output.fileno()}")) if not self._output.closed else ""
-        return f"the zygote {failure}" + (f"\nits last output:\n{output}" if output else "")
+        return f"the fork server {failure}" + (f"\nits last output:\n{output}" if output else "")
 
     def close(self, reason: str) -> None:
-        """Shut down the zygote and everything it started, and wait for that; pending shares fail with `reason`."""
+        """Shut down the fork server and everything it started, and wait for that; pending shares fail with `reason`."""
         self._close_reason = self._close_reason or reason
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -265,11 +266,11 @@ START_ATTEMPTS = 2  # a program that failed to preload twice in a row will fail 
 REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep take at most 41 s
 
 
-class ZygoteEngine:
+class ForkServerEngine:
     """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options`.
 
-    The first share starts the zygote, and `note` gets the program's remarks about its environment, in any thread, and
-    those about a start that takes longer than `limits` allow. Use as a context manager, or `close` it.
+    The first share starts the fork server, and `note` gets the program's remarks about its environment, in any thread,
+    and those about a start that takes longer than `limits` allow. Use as a context manager, or `close` it.
     """
 
     def __init__(
@@ -283,7 +284,7 @@ class ZygoteEngine:
         self._limits = limits or StartLimits()
         self._given = program, dict(options or {})
         self._starting = threading.Lock()
-        self._client: ZygoteClient | None = None
+        self._client: ForkServerClient | None = None
         self._closed = False
         self._submitting = threading.Lock()
         self._ended: dict[str, bool] = {}  # by id of a job that runs: whether its share must end
@@ -309,16 +310,16 @@ class ZygoteEngine:
         self._ended[share.job.job_id] = False
         try:
             return self._run_on(self._ready_client(), share, report)
-        except ZygoteLost as loss:
-            return ShareOutcome(infra=str(loss), zygote_lost=not self._closed, out_of_memory=loss.out_of_memory)
-        except ZygoteFailure as failure:
+        except ForkServerLost as loss:
+            return ShareOutcome(infra=str(loss), fork_server_lost=not self._closed, out_of_memory=loss.out_of_memory)
+        except ForkServerFailure as failure:
             return ShareOutcome(infra=str(failure))
         finally:
             del self._ended[share.job.job_id]
 
     def warm(self) -> None:
-        """Start the zygote if needed, and wait until it can fork. `run` reports why it cannot."""
-        with suppress(ZygoteFailure):
+        """Start the fork server if needed, and wait until it can fork. `run` reports why it cannot."""
+        with suppress(ForkServerFailure):
             self._ready_client()
 
     def end(self, job_id: str) -> None:
@@ -332,7 +333,7 @@ class ZygoteEngine:
         if self._client is not None:
             self._client.control(job_id, "release")
 
-    def _run_on(self, client: ZygoteClient, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+    def _run_on(self, client: ForkServerClient, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
         job = share.job
         with self._submitting:
             if self._ended[job.job_id]:
@@ -340,48 +341,48 @@ class ZygoteEngine:
             ticket, future = client.submit(share, report)
         try:
             return future.result(job.deadline_s + REPLY_MARGIN_S)
-        except ZygoteFailure:
+        except ForkServerFailure:
             raise
         except TimeoutError:
-            reason = f"the zygote sent no outcome within {REPLY_MARGIN_S:g} s of the deadline of {job.job_id}"
+            reason = f"the fork server sent no outcome within {REPLY_MARGIN_S:g} s of the deadline of {job.job_id}"
             raise client.give_up(reason) from None
         except BaseException:
             client.cancel(ticket)
             raise
 
-    def _ready_client(self) -> ZygoteClient:
+    def _ready_client(self) -> ForkServerClient:
         with self._starting:
             if self._closed:
-                raise ZygoteFailure("the engine is closed")
+                raise ForkServerFailure("the engine is closed")
             if self._client is not None and self._client.serving:
                 return self._client
             if self._client is not None:
-                self._client.close("the zygote had died")  # ends whatever outlived it
+                self._client.close("the fork server had died")  # ends whatever outlived it
             if self._failed_starts >= START_ATTEMPTS:
-                raise ZygoteFailure(self._failure)
-            self._client = ZygoteClient(*self._given)
+                raise ForkServerFailure(self._failure)
+            self._client = ForkServerClient(*self._given)
             self._wait_until_ready(self._client)
             return self._client
 
-    def _wait_until_ready(self, client: ZygoteClient) -> None:
+    def _wait_until_ready(self, client: ForkServerClient) -> None:
         try:
             if self._closed:  # closed between the check above and the spawn
-                raise ZygoteFailure("the engine is closed")
+                raise ForkServerFailure("the engine is closed")
             notes = client.wait_until_ready(self._limits, self._note)
-        except ZygoteFailure as failure:
+        except ForkServerFailure as failure:
             self._failed_starts += 1
             self._failure = str(failure)
             client.close(self._failure)
             raise
         except BaseException:
-            client.close("interrupted while the zygote started")
+            client.close("interrupted while the fork server started")
             raise
         self._failed_starts = 0
         for text in notes:
             self._note(text)
 
     def close(self) -> None:
-        """Shut down the zygote and all ranks. Pending and later shares end as `infra`."""
+        """Shut down the fork server and all ranks. Pending and later shares end as `infra`."""
         self._closed = True
         client = self._client  # without the lock: another thread may be waiting for the preload
         if client is not None:
