@@ -25,7 +25,7 @@ smoke: $(READY)  ## run the smoke tier end to end on the CPU and print the verdi
 	$(BIN)/fp8-harness run smoke --device cpu
 
 gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every night
-	$(BIN)/fp8-harness run smoke gloo --fabric gloo
+	$(BIN)/fp8-harness run smoke gloo --backend gloo
 
 test: $(DEV)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests
@@ -102,9 +102,16 @@ python-3.%:
 	.venv-python-3.$*/bin/python $(INSTALL) -c ci/constraints.txt -e '.[unit]'
 	touch $@
 
-lint: $(DEV)  ## ruff and mypy, as CI runs them
+# ci/words.txt has words and phrases of ours: in pages, and in messages of the harness. Spelling is checked everywhere.
+PAGES = README.md CONTRIBUTING.md CHANGELOG.md $(filter-out $(addprefix docs/, exec.md library.md reading-a-report.md checks.md support.md options.md), $(wildcard docs/*.md docs/plugins/*.md))
+OUR_WORDS = $(BIN)/codespell -D ci/words.txt --ignore-regex '`[^`]*`|\{[^}]*\}' -r "$$($(BIN)/python ci/messages.py --regex)"
+
+lint: $(DEV)  ## ruff, mypy and spelling, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(OUR_WORDS) $(PAGES)
+	$(BIN)/python ci/messages.py | $(OUR_WORDS) -
 	$(BIN)/mypy
 
 format: $(DEV)  ## let ruff rewrite the files
