@@ -41,6 +41,7 @@ from harness.running.selection import (
     cases_within,
     excluded_cells,
     quarantined_cases,
+    recorded_costs,
     select_for_target,
     select_sources,
 )
@@ -197,7 +198,13 @@ def run_cases(  # noqa: PLR0913  what is run where, and who is told
             references = open_references(project, own, executor)
             runner = CaseRunner(own, executor, judge, references, review)
             work = _planned(part, judge, references)
-            progress.begin(len(work) + len(cases) - len(part))
+            ahead = [item.reference for item in work if isinstance(item, _Ahead)]
+            progress.begin(
+                len(ahead) + len(cases),
+                references=[reference.name for reference in ahead],
+                costs=recorded_costs(project, part, ahead),
+                jobs=own.jobs,
+            )
             ended: Ended[CaseResult | _Made] = run_schedule(
                 work,
                 partial(_done, runner, references),

@@ -57,10 +57,10 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def price(self, case: Case, stored: Stored = ALL_STORED) -> Price:
         """Return the `Price` of a case: its own CPU seconds, and those of its references by name."""
-        shared = {reference.name: self._reference_s(reference) for reference in _references(case, stored)}
+        shared = {reference.name: self.reference_s(reference) for reference in _references(case, stored)}
         return Price(own_s=self.case_s(case), shared_s=shared)
 
-    def _reference_s(self, reference: Reference) -> float:
+    def reference_s(self, reference: Reference) -> float:
         """Return the CPU seconds of a reference, which computes the batch on one rank unless it is a counterpart."""
         if reference.role == PARTNER:
             return self.case_s(reference.case)

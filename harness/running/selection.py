@@ -21,7 +21,7 @@ import msgspec
 from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import FLOPS_PER_CPU_S, Costs, Estimate, estimate, read_costs
-from harness.evidence.references import ALL_STORED, Stored
+from harness.evidence.references import ALL_STORED, Reference, Stored
 from harness.evidence.tolerance import Tolerance, ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.hints import explain_case, list_cases
 from harness.matrix.case import Case
@@ -44,7 +44,7 @@ from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.selector import parse_selector
 from harness.matrix.tier import Selection, select
 from harness.project import Project
-from harness.registry import TARGET_NAME, answers, needed, targets
+from harness.registry import TARGET_NAME, answers, is_llama, needed, targets
 from harness.result import CaseResult
 from harness.run_options import words_of
 from harness.store import RunStore
@@ -366,6 +366,16 @@ def _measured(project: Project, case: Case) -> CaseResult | None:
     name = case_id(case)
     results = (RunStore(path).result_of(name) for path in reversed(project.stored_runs()))
     return next((result for result in results if result is not None and result.cpu_s), None)
+
+
+def recorded_costs(project: Project, cases: Sequence[Case], ahead: Sequence[Reference]) -> dict[str, float]:
+    """Return the CPU seconds of cases and references by name, where recorded costs tell them: those of Llamas."""
+    try:
+        costs = read_costs(project.root)
+    except HarnessError:
+        return {}
+    of_cases = {case_id(case): costs.case_s(case) for case in cases if is_llama(case.target)}
+    return of_cases | {each.name: costs.reference_s(each) for each in ahead if is_llama(each.case.target)}
 
 
 def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float) -> Budgeted:

@@ -72,7 +72,7 @@ def test_progress_and_table_fit(project: Command, columns: int) -> None:
     frames = [line for line in lines if "━" in line]
     running = [frame for frame in frames if "seed6" in frame or "…" in frame]
     assert running and all(len(frame) < columns for frame in frames)
-    assert all(re.search(r"━ \d+/\d+ 0:00:\d\d ", frame) for frame in running)
+    assert all(re.search(r"━ (?:cases|references) \d+/\d+ 0:00:\d\d ", frame) for frame in running)
     for name in (line.split()[1] for line in project.run("list", "slow").stdout.splitlines()):
         assert sum(line.startswith(name) for line in lines) == 1
     assert sum("passed" in line for line in lines) == 5 + 1
