@@ -282,7 +282,10 @@ class _StoredRun:
             self._store.append(self._results[-1])
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say on which devices cases ran, as the end of `fp8-harness run` does."""
+        """Say what is wrong where, which pytest cuts off, and on which devices cases ran, as `fp8-harness run` does."""
+        for result in self._results:
+            if not result.good and not result.excused:
+                terminalreporter.write_line(f"{result.case_id}: {_headline(result).partition(': ')[0]}")
         if self._results:
             from harness.report.run import devices_line
 

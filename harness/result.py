@@ -149,6 +149,23 @@ class WorstGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allowed: float | None  # None: there is no tolerance for cases like this
 
 
+class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Relative distances by parameter or module, of every step: None where nothing was compared."""
+
+    steps: tuple[int, ...]  # 1-based
+    rows: Mapping[str, tuple[float | None, ...]]
+    tolerance: tuple[float, ...] = ()  # of every step, where one holds for all rows
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The collectives of one rank in one step, in order. A call: its kind by number, start in ms, input bytes."""
+
+    rank: int
+    step: int  # 1-based
+    kinds: tuple[str, ...]  # "all_gather in uint8 along dp_shard"
+    calls: tuple[tuple[int, float, int], ...]
+
+
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that are followed over runs. None, or empty: not recorded, or not compared.
 
@@ -179,15 +196,19 @@ class Measured(Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of one run.
 
     Of a cast in a compiled graph it is known neither in which block it is nor how much it flushes: it counts in
-    `digests` alone. `peak_memory_bytes` and `step_s` never repeat exactly, so nothing compares them.
+    `digests` alone. `peak_memory_bytes`, `step_s` and `timeline` never repeat exactly, so nothing compares them.
     """
 
     allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
     worst_gradient: WorstGradient | None = None
     same_bits: bool | None = None  # every gradient and updated parameter has those of one rank; None: not compared
-    expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty if it does not apply
-    expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
-    expected_saved_bytes: int | None = None  # by the formula, or None, or where it gives only limits
+    expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty where it does not apply
+    expected_wire: Mapping[str, Sent] | None = None  # by the formula, where one applies, without `limited_wire`
+    limited_wire: tuple[str, ...] = ()  # kinds of which the formula gives only limits
+    expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits
+    gradient_errors: Errors | None = None  # from the single-rank reference
+    replay_errors: Errors | None = None  # of modules from their replay, the largest of their tensors
+    timeline: Timeline | None = None  # of the lowest rank in the last step
     casts: tuple[CastRange, ...] = ()
     cast_calls: int | None = None  # casts of all ranks and steps, by linears; None if compiled code casts
     expected_cast_calls: int | None = None  # by the formula; None if it does not apply

@@ -320,6 +320,7 @@ class AppOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PARTS: tuple[type[msgspec.Struct], ...] = (QueryOptions, PlanOptions, CommandOptions, AppOptions)
+TITLES = ("Which cases", "How they run", "Extent and output", "Before the command")  # of these
 
 
 @functools.cache

@@ -12,9 +12,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from harness.checks import parity
 from harness.checks.assembly import largest, nan_as_inf, same_numbers
 from harness.checks.check import Witnesses, finished
-from harness.checks.parity import IGNORED, rounding_floor, same_bits, worst_distances, worst_gradient
 from harness.evidence.references import DRAWS
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.expect.expectations import Expectations
@@ -23,7 +23,7 @@ from harness.expect.work import executed
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, norm_rounding
 from harness.promises import Limit
-from harness.result import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
+from harness.result import CastRange, Curve, Measured, Multiplied, Numbers, Sent, Timeline, multiplied_by, sent_by
 from harness.trace import RankTrace, Run
 from harness.trace.counts import multiplied_words
 from harness.trace.operands import CastRecord
@@ -44,11 +44,16 @@ def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
         available["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
     both = zip(available["case"].losses, golden.losses if golden is not None else (), strict=False)
     replayed = () if replay is None or not replay.complete else replay.traces[0].module_distances or ()
+    tolerance = witnesses.parity_tolerance
+    distances = {} if solo is None else parity.gradient_distances(case, run, solo, tolerance)
+    steps = () if tolerance is None else range(1, case.train.steps + 1)
+    allowed = [parity.allowed_distance(case, tolerance, step) for step in steps if tolerance is not None]
+    expected_wire, limited_wire = _expected_wire(witnesses.expect, traces)
     return Measured(
         curves=available,
         allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
-        worst_gradient=worst_gradient(case, run, solo, witnesses.parity_tolerance) if solo is not None else None,
-        same_bits=same_bits(run, solo) if solo is not None else None,
+        worst_gradient=parity.worst_gradient(case, distances, tolerance),
+        same_bits=parity.same_bits(run, solo) if solo is not None else None,
         loss_distance=_worst([abs(loss - reference) for loss, reference in both]),
         parity=_parity(case, run, solo) if solo is not None else None,
         local_parity=_worst([tensor.distance for tensor in replayed if tensor.problem is None]),
@@ -57,11 +62,15 @@ def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
         flops=_flops(traces),
         expected_flops=_expected_flops(witnesses.expect, traces),
         wire=_wire(traces),
-        expected_wire=_expected_wire(witnesses.expect, traces),
+        expected_wire=expected_wire,
+        limited_wire=limited_wire,
         saved_bytes=_saved(traces),
         expected_saved_bytes=_expected_saved(witnesses.expect, traces),
         fused=_fused(traces),
         digests=_digests(traces),
+        gradient_errors=parity.errors(((key.step, key.fqn, apart) for key, apart in distances.items()), allowed),
+        replay_errors=parity.errors((each.step, each.fqn, each.distance) for each in replayed if each.problem is None),
+        timeline=_timeline(traces),
         casts=_casts(traces),
         cast_calls=_cast_calls(traces),
         expected_cast_calls=_expected_cast_calls(witnesses.expect, traces),
@@ -78,7 +87,7 @@ def _curve(run: Run) -> Curve:
 def _parity(case: Case, run: Run, solo: Run) -> float | None:
     sketches = (sketch for trace in solo.traces for sketch in trace.sketches or ())
     steps = sorted({sketch.step for sketch in sketches if sketch.kind == "grad"})
-    return _worst(worst_distances(run, solo, steps=steps, ignored=rounding_floor(case)))
+    return _worst(parity.worst_distances(run, solo, steps=steps, ignored=parity.rounding_floor(case)))
 
 
 def _worst(values: Sequence[float]) -> float | None:
@@ -119,10 +128,20 @@ def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
     return sent_by((record.words, sum(record.sizes.values()), record.payload_bytes) for record in records)
 
 
-def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
-    """Return what the formula says that these ranks send; empty if it does not apply."""
+def _timeline(traces: Sequence[RankTrace]) -> Timeline | None:
+    first = traces[0]
+    kinds = [record for record in first.traffic or () if record.starts]
+    calls = ((at, round(1e3 * s, 3), nbytes) for at, record in enumerate(kinds) for s, nbytes in record.starts)
+    ordered, words = tuple(sorted(calls, key=lambda call: call[1])), tuple(record.words for record in kinds)
+    return Timeline(rank=first.rank, step=kinds[0].step, kinds=words, calls=ordered) if kinds else None
+
+
+def _expected_wire(
+    expect: Expectations, traces: Sequence[RankTrace]
+) -> tuple[Mapping[str, Sent] | None, tuple[str, ...]]:
+    """Return what the formula says that these ranks send, None where it does not apply, and what it only limits."""
     if not _applies(expect) or any(trace.traffic is None for trace in traces):
-        return {}
+        return None, ()
     terms = [
         term
         for trace in traces
@@ -131,7 +150,7 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
     ]
     wire = sent_by((term.words, term.times, term.payload_bytes) for term in terms)
     limited = {term.words for term in terms if term.least is not None and expect.case.compile != "none"}
-    return {words: sent for words, sent in wire.items() if words not in limited}
+    return {words: sent for words, sent in wire.items() if words not in limited}, tuple(sorted(limited))
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
@@ -289,7 +308,10 @@ def derived_parity_tolerance(
     With experts every draw counts: it is no accident there that a rounding sends a token to another expert.
     """
     steps = range(1, case.train.steps + 1)
-    drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=Limit(IGNORED)) for draw in draws), strict=True)
+    drawn = zip(
+        *(parity.worst_distances(draw, reference, steps=steps, ignored=Limit(parity.IGNORED)) for draw in draws),
+        strict=True,
+    )
     counted = ([*distances] if case.model.experts else _without_farthest(distances) for distances in drawn)
     per_step = _never_less([PARITY_MARGIN * largest(distances) for distances in counted])
     if case.model.experts and case.layout.tp > 1:

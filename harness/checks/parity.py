@@ -5,6 +5,7 @@ compared directly, because AdamW hides a gradient of the wrong magnitude.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates
 from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, rounding_of_norm
 from harness.promises import Limit
-from harness.result import WorstGradient
+from harness.result import Errors, WorstGradient
 from harness.text import format_ranks
 from harness.trace import Run
 from harness.trace.model import TensorSketch
@@ -130,15 +131,35 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
     return tuple(largest(_distances(found, expected, step, "grad", ignored).values()) for step in steps)
 
 
-def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> WorstGradient | None:
-    """Return the gradient of any step that is furthest from the reference's; None if none was compared."""
+def gradient_distances(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> dict[SketchKey, float]:
+    """Return how far every gradient of every step is from the reference's, relative to its norm."""
     expected = {key: tensor for key, tensor in assemble(solo.traces).items() if key.kind == "grad"}
-    distances = assembly.relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
+    return assembly.relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
+
+
+def worst_gradient(
+    case: Case, distances: Mapping[SketchKey, float], tolerance: Tolerance | None
+) -> WorstGradient | None:
+    """Return the gradient of any step that is furthest from the reference's; None where none was compared."""
     if not distances:
         return None
     worst = max(distances, key=lambda key: nan_as_inf(distances[key]))
     allowed = None if tolerance is None else float(allowed_distance(case, tolerance, worst.step))
     return WorstGradient(fqn=worst.fqn, step=worst.step, distance=distances[worst], allowed=allowed)
+
+
+def errors(distances: Iterable[tuple[int, str, float]], tolerance: Sequence[float] = ()) -> Errors | None:
+    """Return the largest distance of every row in every step; None where nothing was compared."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for step, name, distance in distances:
+        found[name][step] = largest((distance, found[name].get(step, 0.0)))
+    steps = tuple(sorted({step for of_steps in found.values() for step in of_steps}))
+    rows = {name: tuple(_short(of_steps.get(step)) for step in steps) for name, of_steps in found.items()}
+    return Errors(steps=steps, rows=rows, tolerance=tuple(tolerance)[: len(steps)]) if rows else None
+
+
+def _short(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.3g}")
 
 
 def same_bits(run: Run, solo: Run) -> bool | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import PARTS_BY_TITLE, json_option, print_note, print_or_write, print_sections, project_of
+from harness.cli.options import json_option, names_of, print_note, print_or_write, print_sections, project_of
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
 from harness.evidence.verified import doubts, read_verified
@@ -28,9 +28,9 @@ from harness.project import Project
 from harness.registry import answer, is_llama
 from harness.report.checks import checks_markdown, explained, is_explained
 from harness.report.run import place_words
-from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
+from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 from harness.report.support import support_markdown
-from harness.run_options import PlanOptions, RunOptions, options_of
+from harness.run_options import PARTS, TITLES, PlanOptions, RunOptions, options_of
 from harness.running.case_judge import known_here
 from harness.running.machine import internals_here
 from harness.running.plan import Plan, plan_without_ranks
@@ -41,6 +41,14 @@ _OPTIONS = (
     "Options with * are stored with a run, and `--lf` repeats them. Other commands that run cases take `--device`, and "
     "these options as `-o backend=gloo`. With pytest, options have the prefix `--fp8-` unless another name is given."
 )
+_COMPLETION = (
+    "Your shell completes commands, options, tiers, case ids, axes and their values, rules, targets, faults and bug "
+    "files. Put the line for it into the file that it reads when it starts:"
+)
+_SHELLS = """\
+COMP_WORDBREAKS=${COMP_WORDBREAKS//[:=]/}; eval "$(_FP8_HARNESS_COMPLETE=bash_source fp8-harness)"  # bash
+eval "$(_FP8_HARNESS_COMPLETE=zsh_source fp8-harness)"  # zsh
+_FP8_HARNESS_COMPLETE=fish_source fp8-harness | source  # fish"""
 _EPILOG = """\b
 Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
@@ -60,8 +68,13 @@ _LISTS = {
 _LISTED = f"Print {'; '.join(f'{name}: {what}' for name, what in _LISTS.items())}."
 
 
+_complete = names_of("rules", "axes", "tiers", "cases")
+
+
 @click.command("explain", epilog=_EPILOG)
-@click.argument("words", metavar="[CASE-ID|FILE|RULE|CHECK]... | AXIS=VALUE... [TIER|FILE]", nargs=-1)
+@click.argument(
+    "words", metavar="[CASE-ID|FILE|RULE|CHECK]... | AXIS=VALUE... [TIER|FILE]", nargs=-1, shell_complete=_complete
+)
 @click.option("--list", "listed", type=click.Choice(list(_LISTS)), help=_LISTED)
 @json_option("the private parts")
 def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | None) -> None:
@@ -297,8 +310,9 @@ def _internals_document(state: State) -> dict[str, object]:
 
 def options_markdown() -> str:
     """Return what `docs/options.md` is."""
-    tables = tuple(_options_list(title, part) for title, part in PARTS_BY_TITLE.items())
-    return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables))], level=1, own=True)
+    tables = tuple(map(_options_list, TITLES, PARTS))
+    shells = Section(title="Completion", blocks=(_COMPLETION, Verbatim(_SHELLS, "sh")))
+    return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables, shells))], level=1, own=True)
 
 
 def _options_list(title: str, part: type[msgspec.Struct]) -> Section:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.cli.options import AT_LEAST_1, FILE, Command, compose_options, run_option
+from harness.cli.options import AT_LEAST_1, FILE, Command, SectionedCommand, compose_options, run_option
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case, run_cases
@@ -96,7 +96,7 @@ Nothing is executed. Questions are answered by options.
 _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 
 
-@click.command("new", epilog=_EPILOG)
+@click.command("new", cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("file", metavar="[FILE.toml]", required=False, type=FILE)
 @click.option("--from", "config", metavar="CONFIG", help="Start from a configuration file, or from these flags.")
 @click.option("--ranks", type=AT_LEAST_1, help="World size of the job of --from, if FSDP2 takes what remains.")

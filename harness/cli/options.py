@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 import msgspec
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from harness import registry
 from harness.durable import write_whole
@@ -20,7 +21,7 @@ from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.axes import AXES, choices, example, shown_value, suggestion
 from harness.project import Project, find_project
-from harness.run_options import PARTS, AppOptions, Option, PlanOptions, RunOptions, option_named, options_of
+from harness.run_options import AppOptions, Option, PlanOptions, QueryOptions, RunOptions, option_named, options_of
 from harness.text import printable
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from harness.running.progress import Progress
 
 Command = Callable[..., Any]
-PARTS_BY_TITLE = dict(
-    zip(("Which cases", "How they run", "Extent and output", "Before the command"), PARTS, strict=True)
-)
-
 
 # How cases are run, and what only `run` spells as an option: other commands have `-o` for it.
 OTHERS = {
@@ -83,7 +80,7 @@ def run_option(name: str, text: str = "") -> Callable[[Command], Command]:
     else:
         form = {"type": _click_type(option), "multiple": option.repeatable, "metavar": option.metavar}
         form |= {"default": option.default, "show_default": bool(option.shown_default)}
-        form |= {"shell_complete": _complete_axis} if name == "axes" else {}
+        form |= {"shell_complete": names_of(_COMPLETED[name])} if name in _COMPLETED else {}
     if option.takes_dash:
         text = f"{text.removesuffix('.')}; -: to stdout."
     return click.option(*filter(None, (option.short, option.flag)), name, help=text, **form)
@@ -100,7 +97,48 @@ def _click_type(option: Option) -> click.ParamType[Any] | None:
     return click.IntRange(min=option.least) if option.number is int else None
 
 
-def _complete_axis(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
+    """The options of a part of `harness/run_options.py`; without `of_run`, those that other commands have too."""
+    return compose_options(
+        *(run_option(name) for name, option in options_of(part).items() if of_run or not option.of_run)
+    )
+
+
+_OUTPUT = ("json_file", "junit_file", "markdown_file", "html_file", "curve_file", "github", "keep_logs", "durations")
+_SECTIONS: Mapping[str, Collection[str]] = {
+    "The case": ("model", "tokens", "world", *AXES, "axes"),
+    "Which cases": options_of(QueryOptions),
+    "How it runs": (*options_of(PlanOptions), "others"),
+    "Output": (*_OUTPUT, "verbose", "output", "as_id", "schema"),
+}
+
+
+class SectionedCommand(click.Command):
+    """A command whose help has its options in sections; those that are in none come first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *_SECTIONS)}
+        for option in (each for each in self.get_params(ctx) if isinstance(each, click.Option)):
+            title = next((title for title, names in _SECTIONS.items() if option.name in names), "Options")
+            titles[title] += [record] if (record := option.get_help_record(ctx)) else []
+        for title in filter(titles.get, titles):
+            with formatter.section(title):
+                formatter.write_dl(titles[title])
+
+
+def names_of(*kinds: str) -> Callable[..., list[CompletionItem]]:
+    """Return what completes a word with the names of these kinds, or with files."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        with ctx.scope(cleanup=False):
+            words = dict.fromkeys(word for kind in kinds for word in _NAMES[kind](incomplete))
+        file = CompletionItem(incomplete, type="file")  # first: a shell drops what comes before it
+        return [file, *(CompletionItem(word) for word in words if word.startswith(incomplete))]
+
+    return complete
+
+
+def _axis_words(incomplete: str) -> list[str]:
     """Return how AXIS=VALUE may go on: the names that begin so; of the only one, its values, or an example."""
     names = [f"{name}=" for name in AXES if incomplete.startswith(f"{name}=") or f"{name}=".startswith(incomplete)]
     if len(names) > 1:
@@ -109,23 +147,30 @@ def _complete_axis(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [word for name, value in values if (word := f"{name}{shown_value(value)}").startswith(incomplete)]
 
 
-def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
-    """Return options of a part of `harness/run_options.py`; without `of_run`, those that other commands have too."""
-    return compose_options(
-        *(run_option(name) for name, option in options_of(part).items() if of_run or not option.of_run)
-    )
+def _case_ids(incomplete: str) -> Iterable[str]:
+    from harness.matrix.caseid import case_id
+    from harness.running.selection import select_file
+
+    project = project_of()
+    tiers = [tier for tier in ("smoke", "pr") if incomplete and tier in project.tiers]
+    return (case_id(case) for tier in tiers for case in select_file(project, project.case_file(tier)).cases)
 
 
-class RunCommand(click.Command):
-    """A command whose help shows the options of `harness/run_options.py` in a section for every part."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        left = {parameter.name or "": parameter for parameter in self.get_params(ctx)}
-        for title, part in PARTS_BY_TITLE.items():
-            own = [left.pop(name) for name in options_of(part) if name in left]
-            if lines := [record for parameter in own if (record := parameter.get_help_record(ctx))]:
-                with formatter.section(title):
-                    formatter.write_dl(lines)
+_NAMES: Mapping[str, Callable[[str], Iterable[str]]] = {
+    "tiers": lambda _: project_of().tiers,
+    "cases": _case_ids,
+    "rules": lambda _: (
+        word for rule in registry.load("harness.checks.catalogue:RULES") for word in (rule.partition("/")[0], rule)
+    ),
+    "axes": _axis_words,
+    "targets": lambda _: registry.targets(),
+    "faults": lambda _: (
+        f"fault:{name}" for found in registry.answers("planted faults") for name in found.all_faults()
+    ),
+    "options of run": lambda _: (f"{name}=" for name in OTHERS),
+    "bugs": lambda _: (file.stem for file in project_of().bugs.glob("*.toml")),
+}
+_COMPLETED = {"axes": "axes", "expressions": "axes", "inject": "faults", "target": "targets"}  # options, by field
 
 
 def before_command() -> AppOptions:
@@ -186,7 +231,8 @@ def query_parameter(*names: str) -> Callable[[Command], Command]:
             query = Query(sources=sources, **{name: given.pop(name) for name in names})
             return command(query=query, **given)
 
-        sources = click.argument("sources", metavar="[TIER|FILE|CASE-ID]...", nargs=-1)
+        complete = names_of("tiers", "cases")
+        sources = click.argument("sources", metavar="[TIER|FILE|CASE-ID]...", nargs=-1, shell_complete=complete)
         return compose_options(sources, *map(run_option, names))(with_query)
 
     return decorated
@@ -198,6 +244,7 @@ others_option = click.option(
     "others",
     metavar="NAME=VALUE",
     multiple=True,
+    shell_complete=names_of("options of run"),
     help=f"Another option of `run`: {', '.join(OTHERS)}. Repeatable.",
 )
 
@@ -266,17 +313,16 @@ def given_others() -> dict[str, Any]:
 
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
     """As wide as the terminal and in colors; in a pipe or a file, one line for every row. Never without a bound."""
-    from harness.report.sections import bounded, terminal, text_of
+    from harness.report.sections import terminal, text_of
 
-    file = file or (sys.stderr if err else sys.stdout)
-    sections = bounded(list(sections), where=_options_that_write())
+    file, where = file or (sys.stderr if err else sys.stdout), _options_that_write()
     if not file.isatty():
-        click.echo(text_of(sections), nl=False, file=file)
+        click.echo(text_of(sections, where=where), nl=False, file=file)
         return
     from rich.console import Console
 
     console = Console(file=file)
-    console.print(terminal(sections, width=console.width), end="", soft_wrap=True)
+    console.print(terminal(sections, width=console.width, where=where), end="", soft_wrap=True)
 
 
 def print_note(text: str) -> None:

@@ -49,7 +49,7 @@ _OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "keep_logs", 
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
-@click.command("run", cls=options.RunCommand, epilog=_EPILOG)
+@click.command("run", cls=options.SectionedCommand, epilog=_EPILOG)
 @options.query_parameter(*options_of(QueryOptions))
 @options.every_plan_option
 @options.run_options(CommandOptions)

@@ -60,7 +60,7 @@ def _section_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("show", epilog=_EPILOG)
-@click.argument("words", metavar="[RUN|FILE.json] [CASE]", nargs=-1)
+@click.argument("words", metavar="[RUN|FILE.json] [CASE]", nargs=-1, shell_complete=options.names_of("cases"))
 @options.run_option("html_file")
 @options.json_option("the results")
 @options.run_option("junit_file")

@@ -15,7 +15,7 @@ from harness.checks.scales import check_underflow
 from harness.headline import alike
 from harness.hints import EXPLAIN_RULE
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
-from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
+from harness.result import CaseResult, Curve, Measured, Multiplied, Sent, Speedup
 from harness.text import binary_bytes, counted, format_ranks
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
@@ -31,7 +31,7 @@ _NOTE_CHARS = 400  # of an error, whose text the section of its case has whole
 def outcome(result: CaseResult) -> str:
     """Return how a case ended, as the end of a sentence that starts with its id."""
     unjudged = bool(result.findings) and not any(finding.judged for finding in result.findings)
-    return "could not be judged" if unjudged else result.verdict.phrase
+    return "could not be checked" if unjudged else result.verdict.phrase
 
 
 def headline(result: CaseResult) -> str:
@@ -80,13 +80,13 @@ def _also(findings: Sequence[Finding]) -> str:
     for place, finding in enumerate(findings):
         if finding not in same:
             follows = place >= split or (finding.step or 0) > step
-            groups["not judged" if not finding.judged else "follow" if follows else "near"].append(finding)
+            groups["not checked" if not finding.judged else "follow" if follows else "near"].append(finding)
     # Any other number moves the shares that underflow.
     effects = [finding for finding in groups["follow"] if finding.check != check_underflow.name]
     parts = (
         _rules(groups["near"], step),
         f"{len(effects)} that likely follow: {_rules(effects, step)}" if effects else "",
-        f"not judged: {_rules(groups['not judged'], step)}" if groups["not judged"] else "",
+        f"not checked: {_rules(groups['not checked'], step)}" if groups["not checked"] else "",
     )
     return f"also: {'; '.join(filter(None, parts))}" if any(parts) else ""
 
@@ -167,11 +167,13 @@ def _raised(failure: RankFailure) -> str:
 
 
 def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_LINES) -> tuple[Block, ...]:
-    """Return how a rank failed, with the last lines of its traceback or stack dump."""
+    """Return how a rank failed, with the last lines of its traceback, or the first ones of its stack dump."""
     lines = failure.traceback.rstrip().splitlines()
     omitted = 0 if most is None else max(len(lines) - most, 0)
-    earlier = [f"({omitted} earlier lines)"] if omitted else []
-    text = "\n".join([*earlier, *lines[omitted:]])
+    if omitted:  # a dump begins with the most recent call
+        dump = [*lines[:most], f"({omitted} more lines)"]
+        lines = dump if failure.kind == "stuck" else [f"({omitted} earlier lines)", *lines[omitted:]]
+    text = "\n".join(lines)
     return (failure_words(failure, [failure.rank]), *([Verbatim(text)] if lines else []))
 
 
@@ -193,29 +195,41 @@ def shown_case(case: CaseResult) -> Iterator[Section]:
     yield Section(title="stacks", blocks=tuple(block for cause in causes for block in failure_blocks(cause, most=12)))
     if case.measured is not None:
         yield from _measured_sections(case.measured)
-    yield Section(title="judged by", blocks=(", ".join(case.checks),) if case.checks else ())
+    yield Section(title="checked", blocks=(", ".join(case.checks),) if case.checks else ())
     skipped = tuple(f"{unjudged.check}: {unjudged.reason}" for unjudged in case.not_judged)
-    yield Section(title="not judged", blocks=(Items(skipped),))
+    yield Section(title="not checked", blocks=(Items(skipped),))
     yield Section(title="run it again", blocks=(Verbatim(case.command),) if case.command else ())
 
 
 def _measured_sections(measured: Measured) -> Iterator[Section]:
     yield Section(title="curves", blocks=(Table(rows=tuple(_curve_rows(measured.curves))),))
-    saved = measured.saved_bytes
     more = (
         ("speed", "" if measured.speedup is None else speedup_words(measured.speedup)),
         ("casts to float8", "" if measured.cast_calls is None else str(measured.cast_calls)),
-        ("saved for backward", "" if saved is None else _beside(saved, measured.expected_saved_bytes, binary_bytes)),
     )
     yield Section(title="numbers", blocks=(Facts((*distances(measured), *more)),))
-    yield Section(title="casts to float8 that lose the most", blocks=tuple(_cast_entries(measured.casts)))
-    sent = tuple(
-        Entry(title=words, lines=(_beside(measured.wire.get(words), measured.expected_wire.get(words), _sent),))
-        for words in sorted({*measured.wire, *measured.expected_wire})
-    )
-    yield Section(title="wire, of all ranks and steps", blocks=sent)
+    sent = tuple((*cells, "differs" if differs else "") for *cells, differs in communicated(measured))
+    table = Table(columns=("", "found", "formula", ""), rows=sent)
+    yield Section(title="communicated, by all ranks in all steps", blocks=(table,))
     fused = tuple(f"{count} x {name}" for name, count in measured.fused.items())
     yield Section(title="fused", blocks=(Items(fused),))
+
+
+def communicated(measured: Measured) -> list[tuple[str, str, str, bool]]:
+    """Return what ranks sent and saved, found and by the formula, and whether these differ: what differs first."""
+    wire, expected = measured.wire, measured.expected_wire
+    rows = []
+    for words in sorted({*wire, *(expected or {}), *measured.limited_wire}):
+        if expected is None or words in measured.limited_wire:
+            rows.append((words, _sent(wire.get(words)), "not given" if expected is None else "limits only", False))
+        else:
+            found, formula = wire.get(words), expected.get(words)
+            rows.append((words, _sent(found), _sent(formula), found != formula))
+    if (saved := measured.saved_bytes) is not None:
+        by_formula = measured.expected_saved_bytes
+        shown = "not given" if by_formula is None else binary_bytes(by_formula)
+        rows.append(("saved for backward", binary_bytes(saved), shown, by_formula not in (None, saved)))
+    return sorted(rows, key=lambda row: not row[-1])
 
 
 def _curve_rows(curves: Mapping[str, Curve]) -> Iterator[tuple[str, ...]]:
@@ -241,7 +255,7 @@ def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
 
     return (
         ("loss, from the golden", shown(measured.loss_distance, f" nats{allowed}")),
-        ("gradients, from one rank", shown(measured.parity, " relative")),
+        ("gradients, from the reference", shown(measured.parity, " relative")),
         ("modules, from their replay", shown(measured.local_parity, " relative")),
         ("scaled matmuls", "" if measured.scaled_mm_calls is None else str(measured.scaled_mm_calls)),
         *(
@@ -266,15 +280,8 @@ def _sent(sent: Sent | None) -> str:
     return "none" if sent is None else f"{sent.calls} calls, {binary_bytes(sent.payload_bytes)}"
 
 
-def _cast_entries(casts: Sequence[CastRange]) -> Iterator[Entry]:
-    for cast in sorted(casts, key=lambda cast: cast.lost, reverse=True)[:3]:
-        if cast.lost:
-            shares = f"flushed {cast.flushed:.2%}, saturated {cast.saturated:.2%}, amax {cast.amax:.3g}"
-            yield Entry(title=f"step {cast.step} {cast.fqn} {cast.role}", lines=(shares,))
-
-
 def speedup_words(speedup: Speedup) -> str:
-    """Return how much faster than the twin, with the interval: "1.234 times as fast as ID: 1.21 to 1.25, 6 pairs"."""
+    """Return the speedup over the BF16 counterpart: "1.234 times as fast as ID: 1.21 to 1.25, 6 pairs"."""
     pairs = counted(speedup.pairs, "pair")
     return f"{speedup.ratio:.3f} times as fast as {speedup.twin}: {speedup.low:.3f} to {speedup.high:.3f}, {pairs}"
 

@@ -11,9 +11,6 @@ from harness.result import CaseResult, Place, ReferenceRun, RunResult, verdict_t
 from harness.text import counted
 from harness.verdict import Finding, NotJudged, Verdict
 
-SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
-_EXPLAINED = 1000  # cases that a terminal gets a section of
-
 
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool = False) -> list[Block]:
     """Return the report for people; `rerun` is the command that runs what was not run.
@@ -27,8 +24,7 @@ def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool
     return [
         *([not_judged_section(run)] if whole else []),
         *([] if quiet else [case_table(ran, short=True)]),
-        *case_sections(bad[:_EXPLAINED], whole=whole),
-        *([f"… and {len(bad) - _EXPLAINED} more that are not good."] if len(bad) > _EXPLAINED else []),
+        *case_sections(bad, whole=whole),
         *([waiting] if missing else []),
         *totals(run),
     ]
@@ -68,7 +64,7 @@ def totals(run: RunResult) -> Iterator[Section]:
     yield _known_faults(run)
     yield differing_formulas(run)
     skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
-    yield _not_judged("not judged here", skipped)
+    yield _not_judged("not checked here", skipped)
     yield damage_section(tuple(run.damaged))
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
     lines = filter(None, [devices_line(run.results), references_line(run.end.references)])
@@ -79,7 +75,7 @@ def _known_faults(run: RunResult) -> Section:
     """Each upstream fault that cases show as recorded, with its link, the cases, and whether they pass with the fix."""
     lines = Counter(result.headline for result in run.results if result.verdict is Verdict.KNOWN and result.findings)
     shown = (f"{line.removeprefix('judge/known: ')} (in {counted(count, 'case')})" for line, count in lines.items())
-    return Section(title="known upstream faults", blocks=(Items(tuple(shown)),))
+    return Section(title="known issues of torch and torchao", blocks=(Items(tuple(shown)),))
 
 
 def differing_formulas(run: RunResult) -> Section:
@@ -109,7 +105,7 @@ def damage_section(lines: Sequence[str]) -> Section:
 
 def not_judged_section(run: RunResult) -> Section:
     """Return every check that was not judged somewhere, with its reason and the number of cases."""
-    return _not_judged("not judged", [unjudged for result in run.results for unjudged in result.not_judged])
+    return _not_judged("not checked", [unjudged for result in run.results for unjudged in result.not_judged])
 
 
 def _not_judged(title: str, skipped: Sequence[NotJudged]) -> Section:
@@ -127,22 +123,15 @@ def _references(run: RunResult) -> Iterator[str]:
         yield f"{counted(run_here, 'case')} compared with BF16 references that were run here: no golden is stored"
     derived = sum(bool(result.derived) for result in run.results)
     if derived:
-        judgement = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
+        judgement = "checked with tolerances derived from BF16 runs with rounding errors: none was measured"
         yield f"{counted(derived, 'case')} {judgement}"
 
 
 def references_line(references: Sequence[ReferenceRun]) -> str:
-    """Return how many references cases asked for, how many were run for it, and their CPU seconds, by kind."""
+    """Return how many references were run for the cases, and their CPU seconds; empty where all were kept."""
     ran = [reference for reference in references if reference.ran]
-    if not ran:
-        return ""
-    kinds = (
-        f"{kind} {len(some)} in {sum(reference.cpu_s for reference in some):.1f} s"
-        for kind in dict.fromkeys(reference.kind for reference in ran)
-        if (some := [reference for reference in ran if reference.kind == kind])
-    )
-    asked = sum(reference.asked for reference in references)
-    return f"references: {counted(asked, 'request')} by cases, {counted(len(ran), 'run')} ({', '.join(kinds)} CPU)"
+    seconds = sum(reference.cpu_s for reference in ran)
+    return f"references: {len(ran)} of {counted(len(references), 'reference')} run, {seconds:.1f} s CPU" if ran else ""
 
 
 def devices_line(results: Iterable[CaseResult]) -> str:
@@ -182,7 +171,7 @@ def totals_line(run: RunResult) -> str:
     quarantined = sum(result.excused and bool(result.quarantined) for result in run.results)
     counts += f" ({quarantined} of them quarantined)" if quarantined else ""
     checks = run.check_totals
-    judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
+    judged = f"{counted(checks['judged'], 'check')} ran, {checks['not_judged']} did not; " if run.results else ""
     seconds = f"{run.end.wall_s:.1f} s wall, {run.cpu_s:.1f} s CPU"
     return f"{counted(len(run.results), 'case')}: {counts}; {judged}{seconds}{stopped}"
 
@@ -193,18 +182,15 @@ def run_markdown(run: RunResult) -> str:
     *notes, last = totals(run)
     blocks: list[Section | Table | str] = []
     if bad:
-        shown = bad[:SHOWN_CASES]
-        blocks.append(case_table(shown))
+        blocks.append(case_table(bad))
         blocks += [
             Section(
                 title=f"{result.case_id}: {result.verdict.value}",
                 blocks=(Verbatim(text_of([section]).rstrip(), "text"),),
                 folded=True,
             )
-            for result, section in zip(shown, case_sections(shown, whole=True), strict=True)
+            for result, section in zip(bad, case_sections(bad, whole=True), strict=True)
         ]
-    if len(bad) > SHOWN_CASES:
-        blocks.append(f"… and {len(bad) - SHOWN_CASES} more that are not good.")
     every = Section(title=f"all cases ({len(run.results)})", blocks=(case_table(run.results),), folded=True)
     state = "good" if run.exit_code == 0 else "not good"
     return markdown([Section(title=f"fp8-harness: {state}", blocks=(*last.blocks, *blocks, *notes, every))])

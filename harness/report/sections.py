@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _INDENT = _GAP = "  "
+MOST = 4_000_000  # characters of a report, of which every line counts as at least this many:
+_PER_LINE = 100
 _LAST_COLUMN = 30  # a longer last cell is wrapped, into at least so many characters
 # Of verdicts, and of the words of `parity`; the others are red.
 _COLOURS = {
@@ -80,30 +82,42 @@ _Shown: TypeAlias = Callable[[str], str]  # text as Markdown
 Block: TypeAlias = "str | Items | Facts | Verbatim | Table | Entry | Section"
 
 
-def text_of(blocks: Iterable[Block], *, width: int | None = None) -> str:
+def _rich(plain: str = "") -> Text:
+    from rich.text import Text  # where it is shown: a command starts without it
+
+    return Text(plain)
+
+
+def text_of(blocks: Iterable[Block], *, width: int | None = None, where: str = "") -> str:
     """Return the plain text of `terminal`."""
-    return terminal(blocks, width=width).plain
+    return terminal(blocks, width=width, where=where).plain
 
 
-def terminal(blocks: Iterable[Block], *, width: int | None = None) -> Text:
+def terminal(blocks: Iterable[Block], *, width: int | None = None, where: str = "") -> Text:
     """What a terminal of `width` columns shows; None wraps nothing, for logs. Blocks have a blank line between them.
 
-    Ids, commands and verbatim text are never split: their lines alone may be longer.
+    Ids, commands and verbatim text are never split: their lines alone may be longer. `where`: the options that write
+    all of it. With them lines beyond a bound are left out, but not the last block, which has the totals.
     """
-    from rich.text import Text
-
-    parts = [Text("\n").join(lines) for block in blocks if (lines := list(_lines(block, "", width)))]
-    return Text("\n\n").join(parts).append("\n") if parts else Text()
+    room, left, blocks, parts = MOST, 0, list(blocks), []
+    for at, block in enumerate(blocks, 1):
+        lines, kept = list(_lines(block, "", width)), []
+        for line in lines:
+            room -= len(line) + _PER_LINE
+            kept += [line] if room >= 0 or not where or at == len(blocks) else []
+        left += len(lines) - len(kept)
+        if left and at == len(blocks):
+            parts.append(_rich(f"left out here: {counted(left, 'line')}; {where} has all."))
+        parts += [_rich("\n").join(kept)] if kept else []
+    return _rich("\n\n").join(parts).append("\n") if parts else _rich()
 
 
 def _lines(block: Block, indent: str, width: int | None) -> Iterator[Text]:
-    from rich.text import Text
-
     match block:
         case Section(title=title) | Table(title=title) if title:
             untitled = replace(block, title="")
             inside = list(_lines(untitled, indent + _INDENT, width))
-            yield from map(Text, wrapped(title, width, indent, indent + _INDENT) if inside else ())
+            yield from map(_rich, wrapped(title, width, indent, indent + _INDENT) if inside else ())
             yield from inside
         case Section(blocks=blocks):
             for child in blocks:
@@ -111,7 +125,7 @@ def _lines(block: Block, indent: str, width: int | None) -> Iterator[Text]:
         case Table():
             yield from _table_lines(block, indent, width)
         case _:
-            yield from map(Text, _plain_lines(block, indent, width))
+            yield from map(_rich, _plain_lines(block, indent, width))
 
 
 def _plain_lines(block: str | Items | Facts | Verbatim | Entry, indent: str, width: int | None) -> Iterator[str]:
@@ -157,7 +171,7 @@ def wrapped(text: str, width: int | None, first: str = "", later: str | None = N
 
 
 def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]:
-    """Yield a line for every row, its last cell wrapped; a block for every row where the columns do not fit."""
+    """Yield a line for every row, its last cell wrapped, or below; a block for every row where columns do not fit."""
     rows = [tuple(printable(cell).replace("\n", " ") for cell in row) for row in table.rows]
     lines = [table.columns, *rows] if any(table.columns) and rows else rows
     *sizes, last = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0]
@@ -165,41 +179,41 @@ def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]
     if room is None or room >= min(last, _LAST_COLUMN):
         for row in lines:
             yield from _row_lines(table, row, indent, (*sizes, last), room)
+    elif width is not None and len(sizes) > 1 and room + len(_GAP) >= 0:
+        for at, row in enumerate(lines):
+            yield from _row_lines(table, (*row[:-1], ""), indent, (*sizes, 0), None)
+            yield from map(_rich, wrapped(row[-1], width, indent + 2 * _INDENT) if at or lines is rows else ())
     else:
         for row in rows:
             yield from _row_block(table, row, indent, width)
 
 
 def _row_lines(table: Table, row: Sequence[str], indent: str, sizes: Sequence[int], room: int | None) -> Iterator[Text]:
-    from rich.text import Text
-
     cells = [
         cell.rjust(size) if index in table.right else cell.ljust(size)
         for index, (cell, size) in enumerate(zip(row, sizes, strict=True))
     ]
-    line = Text(indent)
+    line = _rich(indent)
     for index, cell in enumerate(cells[:-1]):
         line.append(cell, _colour(table, index, row[index])).append(_GAP)
     first, *more = wrapped(cells[-1].rstrip(), room) or [""]
     below = " " * len(line)
     line.append(first).rstrip()
     yield line
-    yield from (Text(below + continuation) for continuation in more)
+    yield from (_rich(below + continuation) for continuation in more)
 
 
 def _row_block(table: Table, row: Sequence[str], indent: str, width: int | None) -> Iterator[Text]:
     """Yield the first cell, below it the others with the names of their columns, and the last one."""
-    from rich.text import Text
-
     names = (table.columns or ("",) * len(row))[1:-1]
     others = [f"{name} {cell}".strip() for name, cell in zip(names, row[1:-1], strict=True) if cell not in ("", "-")]
     if row[0]:
-        yield Text(indent + row[0])
-    for line in map(Text, wrapped(", ".join(others), width, indent + _INDENT, indent + 2 * _INDENT)):
+        yield _rich(indent + row[0])
+    for line in map(_rich, wrapped(", ".join(others), width, indent + _INDENT, indent + 2 * _INDENT)):
         if table.verdict is not None:
             line.highlight_words([row[table.verdict]], _colour(table, table.verdict, row[table.verdict]))
         yield line
-    yield from map(Text, wrapped(row[-1], width, indent + _INDENT))
+    yield from map(_rich, wrapped(row[-1], width, indent + _INDENT))
 
 
 def _colour(table: Table, index: int, cell: str) -> str:
@@ -269,72 +283,3 @@ def _in_cell(text: str) -> str:
 
 def _on_one_line(text: str, shown: _Shown) -> str:
     return " ".join(shown(text).split())
-
-
-LONGEST = 20_000  # characters of one text
-MOST = 4_000_000  # characters of a report, of which every line counts as at least this many:
-_PER_LINE = 100
-
-
-def bounded(blocks: Sequence[Block], *, where: str) -> list[Block]:
-    """Return the blocks, with what is beyond these bounds left out. The last block, which has the totals, stays.
-
-    `where`: the options that write all of it, for the line that says how much is left out.
-    """
-    bound, end = _Bound(), _Bound()
-    first, last = [bound.block(block) for block in blocks[:-1]], [end.block(block) for block in blocks[-1:]]
-    left = bound.left + end.left
-    return [*first, *([f"left out here: {counted(left, 'line')}; {where} has all."] if left else []), *last]
-
-
-class _Bound:
-    """What is left of the room, and how many lines had none."""
-
-    def __init__(self) -> None:
-        self._room = MOST
-        self.left = 0
-
-    def block(self, block: Block) -> Block:
-        """As much of the block as there is room for."""
-        shown: Block
-        match block:
-            case str():
-                shown = self._text(block) or ""
-            case Verbatim(text):
-                shown = replace(block, text=self._text(text) or "")
-            case Items(lines):
-                shown = Items(self._texts(lines))
-            case Facts(pairs):
-                shown = Facts(tuple((name, part) for name, value in pairs if (part := self._text(value)) is not None))
-            case Table(rows=rows):
-                shown = replace(block, rows=tuple(filter(None, map(self._row, rows))))
-            case Entry(title=title, lines=lines):
-                head = self._text(title)
-                texts = self._texts(lines)
-                shown = "" if head is None else replace(block, title=head, lines=texts)
-            case Section(title=title, blocks=blocks):
-                takes = self._takes(len(_short(title)), lines=1)
-                shown = replace(block, title=_short(title) if takes else "", blocks=tuple(map(self.block, blocks)))
-        return shown
-
-    def _texts(self, texts: Sequence[str]) -> tuple[str, ...]:
-        return tuple(shown for text in texts if (shown := self._text(text)) is not None)
-
-    def _row(self, row: tuple[str, ...]) -> tuple[str, ...]:
-        shown = tuple(map(_short, row))
-        return shown if self._takes(sum(map(len, shown)), lines=1) else ()
-
-    def _text(self, text: str) -> str | None:
-        shown = _short(text)
-        return shown if self._takes(len(shown), lines=shown.count("\n") + 1) else None
-
-    def _takes(self, characters: int, *, lines: int) -> bool:
-        """Take room for a text; False where there is none, and none for what comes after it."""
-        self._room -= characters + _PER_LINE * lines
-        if self._room < 0:
-            self._room, self.left = -1, self.left + lines
-        return self._room >= 0
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST} more characters)"

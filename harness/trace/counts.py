@@ -58,6 +58,7 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     dtype: str  # "float32", "bfloat16", "uint8" for float8 gathered as bytes by FSDP2, ...
     payload_bytes: int
     sizes: dict[int, int]
+    starts: tuple[tuple[float, int], ...] = ()  # of the last step: seconds since it began, and bytes, of every call
 
     @property
     def words(self) -> str:

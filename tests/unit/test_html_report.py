@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from harness.matrix.tier import coverage
 from harness.report.html.page import html_report
@@ -143,14 +144,19 @@ def test_wire_that_is_not_as_the_formula_says_comes_first() -> None:
         saved_bytes=5,
         expected_saved_bytes=6,
     )
-    detail = page(bad(measured=measured)).data()["detail-0"]
-    assert [(name, bool(found), bool(expected)) for name, found, expected in detail["wire"]] == [
-        ("b", True, True),
-        ("c", False, True),
-        ("a", True, True),
-        ("d", True, False),
+    measured = replace(measured, wire={**measured.wire, "e": one}, limited_wire=("e",))
+    once, twice = "1 calls, 8 B", "2 calls, 16 B"
+    assert page(bad(measured=measured)).data()["detail-0"]["wire"] == [
+        ["b", once, twice, True],
+        ["c", "none", once, True],
+        ["d", once, "none", True],
+        ["saved for backward", "5 B", "6 B", True],
+        ["a", once, once, False],
+        ["e", once, "limits only", False],
     ]
-    assert detail["saved"] == [5, 6]
+    without = Measured(wire={"a": one}, saved_bytes=5)
+    rows = page(bad(measured=without)).data()["detail-0"]["wire"]
+    assert [row[2:] for row in rows] == [["not given", False]] * 2
 
 
 def test_ranks_that_failed_alike_share_a_stack() -> None:
@@ -179,12 +185,12 @@ def test_history_is_that_of_its_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, state", [({}, "not good"), ({"interrupted": True}, "interrupted")], ids=["bad", "interrupted"]
+    "changes, state", [({}, "1 of 1 case failed"), ({"interrupted": True}, "interrupted")], ids=["bad", "interrupted"]
 )
 def test_the_title_says_how_the_run_ended(changes: dict[str, Any], state: str) -> None:
-    assert f"<title>fp8-harness release: {state}</title>" in page(bad(), name="release", **changes).text
-    assert "<title>fp8-harness: good</title>" in page(make_result("a")).text
-    assert "<title>fp8-harness: nothing ran</title>" in page().text
+    assert f"<title>{state}: fp8-harness release</title>" in page(bad(), name="release", **changes).text
+    assert "<title>good: fp8-harness</title>" in page(make_result("a")).text
+    assert "<title>nothing ran: fp8-harness</title>" in page().text
 
 
 def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:

@@ -182,7 +182,7 @@ def test_what_was_not_recorded_or_compared_is_none() -> None:
     assert measurement.curves.keys() == {"case", "solo"}
     assert measured(CASE, run_of(make_failure()), make_witnesses(CASE)) is None
     assert measured_of(CASE, flops=None).expected_flops == {}
-    assert measured_of(CASE, traffic=None).expected_wire == {}
+    assert measured_of(CASE, traffic=None).expected_wire is None
     assert measured_of(CASE, saved_memory=None).expected_saved_bytes is None
 
 
@@ -229,7 +229,9 @@ def test_attention_is_recomputed_where_the_kernel_of_a_cpu_computes_it() -> None
 def test_what_is_only_limited_is_left_out() -> None:
     measurement = measured_of(make_case(recipe="tensorwise", tp=2, compile="graph", tp_styles="float8"))
     assert measurement.expected_saved_bytes is None
-    assert measurement.wire.keys() - measurement.expected_wire.keys() == {"all_reduce (max) in float64 along tp"}
+    limited = "all_reduce (max) in float64 along tp"
+    assert measurement.expected_wire is not None and measurement.limited_wire == (limited,)
+    assert measurement.wire.keys() - measurement.expected_wire.keys() == {limited}
 
 
 DERIVED = parse_case_id("tp2-tensorwise-dim.512-v4096-s4-b16")

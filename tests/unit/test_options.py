@@ -420,17 +420,34 @@ def test_a_rare_option_that_is_none_is_explained(word: str, text: str) -> None:
     assert text in str(raised.value)
 
 
+def completed(*words: str) -> list[str]:
+    *before, last = words
+    completions = ShellComplete(app, {}, "fp8-harness", "").get_completions(before, last)
+    return [item.value for item in completions if item.type == "plain"]
+
+
 @pytest.mark.plugin("parity", "predict")
 def test_names_and_values_of_axes_are_completed() -> None:
-    def completed(*words: str) -> list[str]:
-        *before, last = words
-        return [item.value for item in ShellComplete(app, {}, "fp8-harness", "").get_completions(before, last)]
-
     assert completed("new", "--set", "check") == ["checkpointing=", "checkpoint_every="]
     assert completed("predict", "cost", "--set", "async") == ["async_tp=true", "async_tp=false"]
     assert completed("run", "--set", "recipe=row") == ["recipe=rowwise", "recipe=rowwise_with_gw_hp"]
     assert completed("parity", "--set", "lr=") == ["lr=0.001"]
     assert completed("run", "--set", "nothing") == []
+
+
+@pytest.mark.plugin("bugs", "faults")
+def test_tiers_cases_rules_faults_and_files_are_completed() -> None:
+    assert completed("run", "smo") == ["smoke"] and "nightly" in completed("list", "")
+    assert "fsdp2-tensorwise-ag.fp8-v2048-f64" in completed("run", "fsdp2-tensorwise-ag")
+    assert (
+        completed("explain", "scales/am")
+        == ["scales/amax", "scales/amax-sources"][: len(completed("explain", "scales/am"))]
+    )
+    assert completed("run", "--inject", "fault:amax_not_reduced") and completed("bug", "repro", "ao-193") == ["ao-1938"]
+    assert completed("run", "--target", "ref") == ["reference"] and completed("parity", "-o", "fab") == ["fabric="]
+    for words in (["run", "x"], ["run", "--inject", "fix"]):
+        kinds = [item.type for item in ShellComplete(app, {}, "fp8-harness", "").get_completions(words[:-1], words[-1])]
+        assert kinds[0] == "file", "a shell drops what comes before a file"
 
 
 def test_a_run_of_axes_has_no_other_selection(capsys: pytest.CaptureFixture[str]) -> None:

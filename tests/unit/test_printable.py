@@ -22,19 +22,7 @@ from harness.report.ci import annotation_lines, junit_report
 from harness.report.html.page import html_report
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import runs_sections
-from harness.report.sections import (
-    LONGEST,
-    MOST,
-    Block,
-    Entry,
-    Facts,
-    Items,
-    Section,
-    Table,
-    Verbatim,
-    bounded,
-    text_of,
-)
+from harness.report.sections import MOST, Block, Entry, Facts, Items, Section, Table, Verbatim, text_of
 from harness.result import Environment, ReferenceRun, RunResult
 from harness.running.stored import Stored
 from harness.text import code_span, counted, in_markdown, printable
@@ -177,7 +165,7 @@ def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
     ]
     for blocks in reports:
         for width in (None, 60):
-            assert_inert(text_of(bounded(blocks, where="--json"), width=width))
+            assert_inert(text_of(blocks, where="--json", width=width))
     assert_no_markup(run_markdown(run), details=run_markdown(a_run()).count("<details>"))
     for element in ElementTree.fromstring(junit_report(run)).iter():
         for shown in (element.text or "", *element.attrib.values()):
@@ -229,14 +217,7 @@ def test_a_report_that_is_too_long_says_how_much_is_left_out() -> None:
         Verbatim("v\n" * 3),
         "1 case: 1 crash",
     ]
-    text = text_of(bounded(blocks, where="--json FILE"))
+    text = text_of(blocks, where="--json FILE")
     kept = text.count("x" * 1000)
     assert len(text) < MOST * 1.1 and text.endswith("\n\n1 case: 1 crash\n")
-    assert f"left out here: {counted(40_006 - kept, 'line')}; --json FILE has all." in text
-
-
-def test_a_text_that_is_too_long_says_how_much_is_left_out_and_no_other_is_changed() -> None:
-    (text, end) = bounded(["x" * (LONGEST + 7), "end"], where="")
-    assert text == "x" * LONGEST + " … (7 more characters)" and end == "end"
-    blocks = [*run_sections(a_run(), rerun="x"), *shown_case(a_run().results[0])]
-    assert text_of(bounded(blocks, where="")) == text_of(blocks)
+    assert f"left out here: {counted(40_005 - kept, 'line')}; --json FILE has all." in text

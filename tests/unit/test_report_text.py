@@ -95,9 +95,9 @@ def test_a_finding_says_where_what_expected_and_found_or_that_it_could_not_be_ju
     assert finding_entry(a_finding(check="judge", message="no check")).title == "judge/test: no check"
     assert "[step 0, rank 0]" in finding_entry(a_finding(check="c", message="m", step=0, rank=0)).title
     lacks = a_finding(rule="loss_vs_golden/no-golden", message="no golden is stored", judged=False)
-    assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
+    assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be checked\n")
     both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
-    assert both.startswith("bad broke an invariant\n") and "also: not judged: loss_vs_golden/no-golden" in both
+    assert both.startswith("bad broke an invariant\n") and "also: not checked: loss_vs_golden/no-golden" in both
 
 
 def test_a_failure_is_three_lines_and_one_line_for_all_that_follows() -> None:
@@ -128,7 +128,7 @@ def test_a_known_fault_is_one_line_with_its_link_and_whether_it_passes_with_the_
     line = "rounds (unreported), passes with the candidate fix: It rounds."
     assert headline(fixed) == f"judge/known: {line}"
     assert "(unreported), no candidate fix is recorded: It rounds." in headline(known)
-    assert text_report(run(fixed, fixed)).count(f"known upstream faults\n  {line} (in 2 cases)\n") == 1
+    assert text_report(run(fixed, fixed)).count(f"known issues of torch and torchao\n  {line} (in 2 cases)\n") == 1
     assert "  rounds (unreported), passes with the candidate fix\n" in text_report(run(fixed))
     assert fixed.three_lines.why == "parity/gradients fails as recorded"
 
@@ -138,7 +138,7 @@ def test_the_report_has_a_block_for_what_is_not_good_only_and_counts_every_verdi
     assert "bad computed wrong numbers" in text
     assert "next: fp8-harness run bad -v" in text
     assert "known failed as" not in text and "run --case single" not in text
-    assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks judged, 0 not; 12.3 s wall, 7.5 s CPU\n")
+    assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks ran, 0 did not; 12.3 s wall, 7.5 s CPU\n")
     assert text_report(run(interrupted=True)) == "0 cases: nothing; 12.3 s wall, 0.0 s CPU - interrupted\n"
     line = totals_line(run(*(result(verdict.value, verdict) for verdict in Verdict)))
     assert all(f"1 {verdict.value}" in line for verdict in Verdict)
@@ -208,7 +208,7 @@ def test_cases_that_were_not_run_are_one_line() -> None:
     assert "not run: 1 case (`fp8-harness run --lf` runs it)" in text_report(run(result(), waiting[0]))
 
 
-def test_markdown_lists_what_is_not_good_folds_the_rest_and_stays_small() -> None:
+def test_markdown_lists_what_is_not_good_folds_the_rest() -> None:
     finding = a_finding(check="c", message="a | b <x> & ```")
     text = run_markdown(run(result(), result("bad", Verdict.NUMERIC, finding)))
     assert text.startswith("## fp8-harness: not good\n")
@@ -218,9 +218,6 @@ def test_markdown_lists_what_is_not_good_folds_the_rest_and_stays_small() -> Non
     assert text.index("`bad`") < text.index("`single-bf16`")
     assert run_markdown(run(result())).startswith("## fp8-harness: good\n")
     assert run_markdown(run()).startswith("## fp8-harness: not good\n")
-    text = run_markdown(run(*(result(f"case{number}", Verdict.CRASH) for number in range(250))))
-    assert "… and 50 more that are not good." in text
-    assert text.count("case249 crashed") == 0
 
 
 def test_checks_that_were_not_judged_are_named_once_with_their_reason_and_counted() -> None:
@@ -228,15 +225,15 @@ def test_checks_that_were_not_judged_are_named_once_with_their_reason_and_counte
     inapplicable = NotJudged(check="graphs", reason="no rank recorded graphs")
     run_result = run(*(make_result(name, not_judged=(inapplicable, skipped)) for name in ("a", "b")))
     line = "traffic in 2 cases: the formula for traffic was not verified: torch 2.99"
-    assert f"not judged here\n  {line}\n" in text_report(run_result)
+    assert f"not checked here\n  {line}\n" in text_report(run_result)
     assert line in run_markdown(run_result)
-    assert "not judged" not in text_report(run(make_result("a", not_judged=(inapplicable,))))
+    assert "not checked" not in text_report(run(make_result("a", not_judged=(inapplicable,))))
     skipped = NotJudged(check="memory", reason="it is the partitioner's choice")
     run_result = run(*(make_result(name, checks=("finite",), not_judged=(skipped,)) for name in ("a", "b")))
     text = text_of([not_judged_section(run_result)])
-    assert text == "not judged\n  memory in 2 cases: it is the partitioner's choice\n"
+    assert text == "not checked\n  memory in 2 cases: it is the partitioner's choice\n"
     assert text_of([not_judged_section(run(make_result("a")))]) == ""
-    assert "2 cases: 2 passed; 2 checks judged, 2 not; " in totals_line(run_result)
+    assert "2 cases: 2 passed; 2 checks ran, 2 did not; " in totals_line(run_result)
 
 
 ROOT = Path(__file__).parents[2]

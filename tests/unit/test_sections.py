@@ -74,15 +74,25 @@ def test_a_table_is_aligned_and_rows_are_blocks_where_columns_do_not_fit() -> No
         "  x            passed      16",
     ]
     assert lines(TABLE, width=50) == [
+        "case         verdict  ranks",
+        "tp2-rowwise  numeric      2",
+        "    loss differs by a lot, and more words than fit",
+        "x            passed      16",
+    ]
+    assert lines(TABLE, width=24) == [
         "tp2-rowwise",
-        "  verdict numeric, ranks 2",
-        "  loss differs by a lot, and more words than fit",
+        "  verdict numeric, ranks",
+        "    2",
+        "  loss differs by a lot,",
+        "  and more words than",
+        "  fit",
         "x",
-        "  verdict passed, ranks 16",
+        "  verdict passed, ranks",
+        "    16",
     ]
 
 
-@pytest.mark.parametrize("width", [40, 100])
+@pytest.mark.parametrize("width", [20, 40, 100])
 def test_a_terminal_shows_verdicts_in_colours(width: int) -> None:
     text = terminal([Section(blocks=(TABLE,))], width=width)
     colours = {text.plain[span.start : span.end]: span.style for span in text.spans if span.style}

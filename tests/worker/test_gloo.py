@@ -61,7 +61,10 @@ def test_wider_groups_sum_in_another_order_and_differ_in_nothing_else(trained):
     probes = ("sketches", "traffic", "saved_memory")
     shared, gloo = (trained(case, probes=probes, backend=backend) for backend in ("shared", "gloo"))
     for left, right in zip(shared.traces, gloo.traces, strict=True):
-        assert (left.traffic, left.saved_memory) == (right.traffic, right.saved_memory)
+        traffic = [
+            [msgspec.structs.replace(record, starts=()) for record in trace.traffic or ()] for trace in (left, right)
+        ]
+        assert traffic[0] == traffic[1] and left.saved_memory == right.saved_memory
         assert right.steps[0].loss == pytest.approx(left.steps[0].loss, rel=REORDERED, abs=0)
     distances = relative_distances(assemble(gloo.traces), assemble(shared.traces))
     assert 0 < max(distances.values()) < REORDERED

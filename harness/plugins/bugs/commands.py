@@ -203,8 +203,8 @@ _LIKE = "Look for the failure of an earlier `--json FILE.json`."
 # What commands that run a case of a bug share.
 _INJECT = "What makes the case fail: FILE.py:FUNCTION, fault:NAME, or planted: the faults of the bug file. Repeatable."
 _trial_options = options.compose_options(
-    click.argument("case", metavar="CASE"),
-    click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
+    click.argument("case", metavar="CASE", shell_complete=options.names_of("bugs", "cases")),
+    options.run_option("inject", _INJECT),
     options.plan_parameter,
     options.project_parameter,
 )

@@ -12,6 +12,7 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.verified import LEVELS, Level, add_verified, read_verified
 from harness.matrix.choice import PlantedFault, catalogue_of_faults
+from harness.plugins.gpu.formulas import formulas_sections, verified_line
 from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
 from harness.plugins.gpu.record import (
     LevelReport,
@@ -23,7 +24,6 @@ from harness.plugins.gpu.record import (
     write_level,
 )
 from harness.project import Project
-from harness.report.evidence import formulas_sections, verified_line
 from harness.report.sections import Items, markdown
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query

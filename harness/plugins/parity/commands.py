@@ -41,19 +41,18 @@ from harness.studies.layouts import USUAL, Word, cases_of
 from harness.text import counted
 from harness.verdict import ExitCode, Verdict
 
-_EVERY = 2  # steps; of more, the first and the last are shown
 _MEANS = {
-    "equal": "every gradient and updated parameter has the bits of one rank",
-    "rounding": "within what sums in another order were measured to differ by",
-    "drift": "within what such runs were measured to drift apart, but further than one rounding to float8",
+    "equal": "every gradient and updated parameter is bitwise equal to the single-rank reference",
+    "rounding": "within the measured tolerance for sums in another order",
+    "drift": "within the measured tolerance, but further than one rounding to float8 (2^-4)",
 }
 _CHANGED = {
-    "rounding": "other bits than the base, and both as close to the same one rank as rounding explains",
-    "moved": "right on both sides, but one rank trains otherwise too: the model, its data or a package changed",
+    "rounding": "not bitwise equal to the base; both are within tolerance of the same single-rank reference",
+    "moved": "right on both sides, but the single-rank reference changed too: the model, its data or a package changed",
     "now differs": "it differs from a formula that nobody verified with this build, and the base does not in this way",
     "wrong in both": "not new, and wrong all the same",
     "new": "the base has no such target",
-    "not compared": "one side was not judged",
+    "not compared": "one side was not checked",
 }
 _UNSEEN = (
     "kernels of a GPU: fast accumulation, pointer alignment, how cuBLAS and Triton round",
@@ -73,36 +72,23 @@ _JUNIT: Mapping[tuple[Verdict, Word], Element] = {
     (Verdict.PASSED, "not judged"): "error",
 }
 
+_TITLE = "each layout against its single-rank reference"
 _Cell = Callable[[Row], str]
 
 
 def parity_table(parity: Parity) -> Table:
-    """Return a row for every layout; losses in nats, distances relative to the norm of the gradient.
-
-    "one rank" is the last loss of the single-rank reference of the layout, which divides the batch in the same way.
-
-    Of the base only what differs is shown, at the last step.
-    """
-    count = max(len(row.losses) for row in parity.rows)
-    steps = [*range(1, count + 1)] if count <= _EVERY else [1, count]
+    """Return a row for every layout: its last loss, that of its own reference, and the distance that decides."""
+    last = max((len(row.losses) for row in parity.rows), default=0)
     columns: dict[str, _Cell] = {"layout": lambda row: row.layout, "verdict": lambda row: row.word}
     if parity.against:
-        steps = steps[-1:]
-        columns |= {"base": _of_base(lambda row: row.word), "change": lambda row: row.change}
-    for name, cell in (("loss", _loss), ("norm", _norm)):
-        for step in steps:
-            columns[f"{name} {step}"] = cell(step)
-            if parity.against:
-                columns[f"base {name}"] = _of_base(cell(step))
-    columns["one rank"] = lambda row: f"{row.reference[count - 1]:.5f}" if len(row.reference) >= count > 0 else "-"
-    columns["off"] = _off
-    if parity.against:
-        columns["base off"] = _of_base(_off)
+        columns |= {"base": lambda row: row.base.word if row.base else "", "change": lambda row: row.change}
+    columns |= {"loss": lambda row: _at(row.losses, last), "reference": lambda row: _at(row.reference, last)}
+    columns |= {"rel. error": lambda row: _short(row.error), "tolerance": lambda row: _short(row.tolerance)}
     columns["replay"] = lambda row: "" if row.replay is None else f"{row.replay:.2g}"
-    columns |= {"allowed": lambda row: _short(_distances(row)[1]), "worst gradient, or why": _why}
+    columns["decided by"] = lambda row: row.moved or row.decided_by or row.why
     shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
     shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith(("base", "replay"))}
-    words = ("layout", "verdict", "base", "change", "worst gradient, or why")
+    words = ("layout", "verdict", "base", "change", "decided by")
     return Table(
         columns=tuple(shown),
         rows=tuple(zip(*shown.values(), strict=True)),
@@ -111,38 +97,12 @@ def parity_table(parity: Parity) -> Table:
     )
 
 
-def _of_base(cell: _Cell) -> _Cell:
-    """Return what the base shows, where that is something else."""
-    return lambda row: "" if row.base is None or cell(row.base) == cell(row) else cell(row.base)
+def _at(losses: Sequence[float], step: int) -> str:
+    return f"{losses[step - 1]:.5f}" if 0 < step <= len(losses) else "-"
 
 
-def _loss(step: int) -> _Cell:
-    return lambda row: f"{row.losses[step - 1]:.5f}" if step <= len(row.losses) else "-"
-
-
-def _norm(step: int) -> _Cell:
-    return lambda row: f"{row.grad_norms[step - 1]:.5g}" if step <= len(row.grad_norms) else "-"
-
-
-def _distances(row: Row) -> tuple[object, object]:
-    """Return how far the row is off, and what is allowed: of the worst gradient, or of what is wrong first."""
-    worst, first = row.worst_gradient, row.first
-    if row.word == "wrong" and first is not None and (worst is None or worst.distance <= (worst.allowed or 0.0)):
-        return first.values.get("distance"), first.values.get("allowed")
-    return (None, None) if worst is None else (worst.distance, worst.allowed)
-
-
-def _off(row: Row) -> str:
-    return _short(_distances(row)[0])
-
-
-def _short(distance: object) -> str:
-    return f"{distance:.2g}" if isinstance(distance, float) else "-"
-
-
-def _why(row: Row) -> str:
-    worst = row.worst_gradient
-    return row.why or row.moved or (f"{worst.fqn}, step {worst.step}" if worst is not None and worst.distance else "")
+def _short(number: float | None) -> str:
+    return "-" if number is None else f"{number:.2g}"
 
 
 def _answer(parity: Parity) -> str:
@@ -169,10 +129,12 @@ def _line(parity: Parity) -> str:
 
 
 def _notes(parity: Parity) -> Iterator[Block]:
-    """Yield what words mean, how a target trains that refuses what is usual of TP, and what was left out."""
+    """Yield what words and columns mean, how a target trains that refuses what is usual of TP, what was left out."""
     words, changes = {row.word for row in parity.rows}, {row.change for row in parity.rows}
     meanings = [f"{word}: {means}" for word, means in _MEANS.items() if word in words]
     meanings += [f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes]
+    if any(row.replay is not None for row in parity.rows):
+        meanings.append("replay: the largest relative error of a module, repeated on one rank from its own operands")
     yield Items(tuple(meanings))
     if axes := without_refused(parity.rows):
         options = " ".join(said(name, False) for name in axes)
@@ -183,16 +145,16 @@ def _notes(parity: Parity) -> Iterator[Block]:
 
 def parity_sections(parity: Parity, run: RunResult) -> list[Block]:
     """Return the verdict, the table, what is wrong with its layouts, and the totals."""
-    table = Section(title=f"{parity.case_id}: layouts against one rank", blocks=(parity_table(parity),))
+    table = Section(title=f"{parity.case_id}: {_TITLE}", blocks=(parity_table(parity),))
     return [_answer(parity), table, *_others(parity), *_wrong(parity, run), *_notes(parity), _line(parity)]
 
 
 def _others(parity: Parity) -> Iterator[Block]:
     """Yield what stands below the table of layouts: what training loops get wrong, a step each; and the golden file."""
-    cells = tuple((row.layout, row.word, _loss(1)(row), _norm(1)(row), _why(row)) for row in parity.one_step)
+    cells = tuple((row.layout, row.word, _at(row.losses, 1), row.why) for row in parity.one_step)
     if cells:
         title = "one step, without FP8"
-        yield Table(columns=(title, "verdict", "loss", "norm", "why"), rows=cells, right=(2, 3), verdict=1)
+        yield Table(columns=(title, "verdict", "loss", "why"), rows=cells, right=(2,), verdict=1)
     yield from () if parity.golden is None else curve_sections([parity.golden])
 
 
@@ -211,14 +173,14 @@ def _first(parity: Parity) -> Iterator[Entry]:
 
 def _limits(parity: Parity) -> Iterator[Block]:
     if parity.software.get("device") == "cpu":
-        yield "no GPU was used; what that cannot see:"
+        yield "CPU only; not covered:"
         yield Items(_UNSEEN)
 
 
 def parity_markdown(parity: Parity, run: RunResult) -> str:
     """What a bot posts: the verdict, the table, what is wrong, with the rest folded, and what was not looked at."""
     details = _wrong(parity, run)
-    tables = (f"`{parity.case_id}`: layouts against one rank", parity_table(parity), *_others(parity))
+    tables = (f"`{parity.case_id}`: {_TITLE}", parity_table(parity), *_others(parity))
     findings = Section(title="all findings", blocks=(Verbatim(text_of(details).rstrip(), "text"),), folded=True)
     folded = [findings] if details else []
     body = (*tables, *_first(parity), *folded, *_notes(parity), _line(parity), *_limits(parity))
@@ -239,9 +201,10 @@ def parity_junit(parity: Parity, run: RunResult) -> bytes:
 def parity_page(parity: Parity, run: RunResult) -> bytes:
     """Return the page of the run, with the table above its cases."""
     blocks = (parity_table(parity), *_others(parity), *_first(parity), *_notes(parity), *_limits(parity))
-    section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
-    good = parity.exit_code is ExitCode.GOOD
-    state, line = "good" if good else "not good", f"{_answer(parity)}. {_line(parity)}"
+    section = Section(name="parity", title="Layouts", blocks=blocks)
+    good, wrong = parity.exit_code is ExitCode.GOOD, sum(row.word == "wrong" for row in parity.every)
+    state = "good" if good else f"{counted(wrong, 'layout')} wrong" if wrong else "not good"
+    line = f"{_answer(parity)}. {_line(parity)}"
     return html_report(run, front=Front(title=parity.case_id, state=state, good=good, line=line, section=section))
 
 
@@ -251,14 +214,14 @@ def parity_page(parity: Parity, run: RunResult) -> bytes:
 def curve_sections(rows: Sequence[CurveRow]) -> list[Block]:
     """Distances are relative, those of the step that is wrong first, or that is closest to its limit."""
     table = Table(
-        columns=("curve", "verdict", "steps", "wrong first", "found", "nearest", "off", "allowed"),
+        columns=("curve", "verdict", "steps", "wrong first", "found", "nearest", "rel. error", "tolerance"),
         rows=tuple(_curve_cells(row) for row in rows),
         right=(4, 5, 6, 7),
         verdict=1,
     )
     words = {row.word for row in rows}
     return [
-        Section(title=f"Judged by {counted(len(rows[0].others), 'other run')} of the job", blocks=(table,)),
+        Section(title=f"Compared with {counted(len(rows[0].others), 'other run')} of the job", blocks=(table,)),
         Items(tuple(text for text in _MEANS_OF_CURVES if text.partition(":")[0] in words)),
     ]
 
@@ -296,14 +259,14 @@ nothing ran, 4 infrastructure.
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
 _LAYOUTS = "Layouts as in case ids: single,fsdp4,tp2,fsdp2-tp2,hsdp2x2. Default: all meshes of 1, 2, 4, 8, … ranks."
-_GOLDEN = "Judge a golden file or log of torchtitan by the layouts; several by one another, and nothing runs."
+_GOLDEN = "Compare a golden file or log of torchtitan with the layouts; several with one another, and nothing runs."
 _BUDGET = f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
 _OF_THE_BASE = ("jobs", "slots")
 _OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 
 
-@click.command("parity", epilog=_EPILOG)
-@click.argument("named", metavar="[CASE-ID|FILE]", required=False)
+@click.command("parity", cls=options.SectionedCommand, epilog=_EPILOG)
+@click.argument("named", metavar="[CASE-ID|FILE]", required=False, shell_complete=options.names_of("cases"))
 @click.option("--layouts", "asked", metavar="WORDS,…", help=_LAYOUTS)
 @click.option("--golden", "goldens", metavar="FILE", type=options.FILE, multiple=True, help=_GOLDEN)
 @options.run_option("budget_s", _BUDGET)
@@ -332,13 +295,13 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     project: Project,
     axes: dict[str, object],
 ) -> int:
-    """Compare layouts with one rank: losses, gradient norms, and a word each.
+    """Compare layouts with the single-rank reference: losses, relative errors, and a verdict each.
 
     One table, a row per layout: `equal` bits, `rounding`, `wrong` and what is wrong first, `refused` or `excluded`.
     """
     if len(goldens) > 1:
         if any((named, asked, axes, inject, html_file, junit_file)):
-            what = "several files are judged by one another, and nothing runs."
+            what = "several files are compared with one another, and nothing runs."
             fix = "give one file with a case or layouts, or files alone."
             raise HarnessError(what, where="--golden", fix=fix)
         return _judge_files(goldens, json_file, markdown_file)

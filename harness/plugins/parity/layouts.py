@@ -9,6 +9,7 @@ widest gap between other layouts of it, up to this step.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -162,12 +163,15 @@ _USUAL_OF_TP = ("sequence_parallel", "loss_parallel")  # on unless a case says o
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One layout. `why`: the rule that excludes or refuses it, or what the verdict says is wrong."""
+    """One layout. `why`: the rule that excludes or refuses it, or what is wrong."""
 
     layout: str
     case_id: str
     word: Word
     why: str = ""
+    decided_by: str = ""  # what the word follows from: a gradient, or the rule of what is wrong first
+    error: float | None = None  # relative, of what decides
+    tolerance: float | None = None  # of the same
     losses: tuple[float, ...] = ()  # nats, of every step
     grad_norms: tuple[float, ...] = ()
     reference: tuple[float, ...] = ()  # losses of the single-rank reference, which divides the batch as this layout
@@ -311,11 +315,15 @@ def row(result: CaseResult) -> Row:
     case, measured = parse_case_id(result.case_id), result.measured
     word, why = word_of(result)
     solo = None if measured is None else measured.curves.get("solo")
+    decided_by, error, tolerance = _decision(result, word)
     return Row(
         layout=layout_id(case.layout),
         case_id=result.case_id,
         word=word,
         why=why,
+        decided_by=decided_by,
+        error=error,
+        tolerance=tolerance,
         losses=result.losses,
         grad_norms=result.grad_norms,
         reference=() if solo is None else solo.losses,
@@ -324,6 +332,23 @@ def row(result: CaseResult) -> Row:
         first=nearest(result),
         command=result.command,
     )
+
+
+def _decision(result: CaseResult, word: Word) -> tuple[str, float | None, float | None]:
+    """Return what a word follows from, with its relative error and tolerance where it has these."""
+    worst, first = None if result.measured is None else result.measured.worst_gradient, nearest(result)
+    distances = (None, None) if worst is None else (worst.distance, worst.allowed)
+    if worst is not None and (word in ("equal", "rounding", "drift") or (word == "wrong" and first is None)):
+        return "bitwise equal" if word == "equal" else f"gradient of {worst.fqn}, step {worst.step}", *distances
+    if first is None:
+        return "", None, None
+    own = first.values.get("distance"), first.values.get("allowed")
+    if isinstance(own[0], float) and isinstance(own[1], float):
+        distances = own[0], own[1]
+    elif worst is None or worst.distance <= (worst.allowed or math.inf):
+        distances = None, None
+    place = f" in {first.module}" if first.module else ""
+    return f"{first.rule}{place}{f', step {first.step}' if first.step else ''}", *distances
 
 
 def exit_code_of(rows: Sequence[Row], result: RunResult) -> ExitCode:

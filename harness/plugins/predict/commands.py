@@ -156,7 +156,7 @@ def _configured_cases(command: options.Command, *, metavar: str = "[CASE-ID]..."
         return command(cases=tuple(_placed(case, where, world, axes) for where, case in cases.items()), **given)
 
     return options.compose_options(
-        click.argument("named", metavar=metavar, nargs=nargs, required=False),
+        click.argument("named", metavar=metavar, nargs=nargs, required=False, shell_complete=options.names_of("cases")),
         click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
         click.option("--tokens", type=options.AT_LEAST_1, help="Tokens per data-parallel rank and step."),
         click.option("--world", type=click.IntRange(min=1, max=MAX_WORLD), help=_WORLD),
@@ -186,7 +186,7 @@ def predict() -> None:
     """Predict costs, layouts and FP8 speedup of a case or model, or measure its speed."""
 
 
-@predict.command("cost", epilog=_COST_EPILOG)
+@predict.command("cost", cls=options.SectionedCommand, epilog=_COST_EPILOG)
 @_configured_case
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to show.")
 @click.option("--run", "run_it", is_flag=True, help="Run the case, store the result, and compare it with the formulas.")
@@ -216,7 +216,7 @@ def cost_command(
     return ExitCode.FAILED if report.differing else code
 
 
-@predict.command("layouts", epilog=_LAYOUTS_EPILOG)
+@predict.command("layouts", cls=options.SectionedCommand, epilog=_LAYOUTS_EPILOG)
 @_configured_case
 @_machine_parameter
 @click.option(
@@ -249,7 +249,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     return ExitCode.FAILED if simulation.refused or differs else ExitCode.GOOD
 
 
-@predict.command("speedup", epilog=_SPEEDUP_EPILOG)
+@predict.command("speedup", cls=options.SectionedCommand, epilog=_SPEEDUP_EPILOG)
 @_configured_case
 @_machine_parameter
 @click.option("--eager", is_flag=True, help="Print tables for eager blocks, for a case without compiled blocks.")
@@ -260,7 +260,7 @@ def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | N
     options.print_report(speedup_sections(gains), json_file, gains)
 
 
-@predict.command("measure", epilog=_MEASURE_EPILOG)
+@predict.command("measure", cls=options.SectionedCommand, epilog=_MEASURE_EPILOG)
 @_configured_cases
 @click.option("--pairs", type=click.IntRange(min=3), default=6, show_default=True, help=_PAIRS)
 @click.option("--steps", type=options.AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")

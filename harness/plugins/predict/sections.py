@@ -10,7 +10,7 @@ from harness.plugins.predict.layouts import IMBALANCE, Ranked, Routed, Simulatio
 from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
 from harness.report.case import flop_words, speedup_words
-from harness.report.sections import Block, Facts, Items, Section, Table
+from harness.report.sections import Block, Facts, Items, Section, Table, Verbatim
 from harness.text import binary_bytes, counted
 
 SIMULATED = "simulated, not gated: a CPU computes float8 with the virtual device"
@@ -298,7 +298,8 @@ def speedup_sections(gains: Gains) -> Iterator[Section]:
     of_bf16 = f"BF16 is predicted to train {gains.tokens_s:,.0f} tokens/s/GPU."
     yield Section(blocks=(f"{gains.case} on {gains.device}: predicted, not measured", of_bf16))
     yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(gains))
-    yield _table_section("step", f"One step, {gains.recipe}", _STEP, _step_rows(gains))
+    step = Table(columns=_STEP, rows=tuple(_step_rows(gains)))
+    yield Section(name="step", title=f"One step, {gains.recipe}", blocks=(step, Verbatim("\n".join(_step_bars(gains)))))
     title = f"Linears in one rank and step, {gains.recipe}; gain: of all matmuls with casts"
     yield _table_section("linears", title, _LINEARS, map(linear_row, gains.linears))
     rows = (row for linear in gains.linears for row in _matmul_rows(linear))
@@ -307,7 +308,8 @@ def speedup_sections(gains: Gains) -> Iterator[Section]:
 
 
 _VARIANTS = ("recipe", "compiled", "eager", "tokens/s", "known issue, or expected error")
-_STEP = ("part of a step", "BF16 ms", "FP8 ms")
+_STEP = ("", "part of a step", "BF16 ms", "FP8 ms")
+_LETTERS = dict(zip(_PARTS, "abcdefgh", strict=False))  # of the parts in the stacked bars of a step
 _LINEARS = ("linear", "float8", "BF16 ms", "FP8 ms", "casts ms", "gain")
 _MATMULS = ("linear", "matmul", "m", "n", "k", "16", "BF16 us", "FP8 us")
 
@@ -329,7 +331,14 @@ def _step_rows(gains: Gains) -> Iterator[tuple[str, ...]]:
     for field, name in _PARTS.items():
         times_ms = [getattr(step, field) * 1e3 for step in (gains.bf16, gains.float8)]
         if any(times_ms):
-            yield name, *map(_short, times_ms)
+            yield _LETTERS.get(field, ""), name, *map(_short, times_ms)
+
+
+def _step_bars(gains: Gains) -> Iterator[str]:
+    longest_s = max(gains.bf16.total_s, gains.float8.total_s)
+    for name, step in (("BF16", gains.bf16), ("FP8", gains.float8)):
+        bar = "".join(letter * round(60 * getattr(step, part) / longest_s) for part, letter in _LETTERS.items())
+        yield f"{name:<5} {bar} {_short(step.total_s * 1e3)} ms"
 
 
 def linear_row(linear: Conversion) -> tuple[str, ...]:

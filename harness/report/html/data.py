@@ -13,9 +13,9 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
-from harness.report.case import distances, failure_words, headline, outcome, retried
+from harness.report.case import communicated, distances, failure_words, headline, outcome, retried
 from harness.report.sections import Table
-from harness.result import CaseResult, CastRange, Curve, Measured, RunResult, Sent
+from harness.result import CaseResult, CastRange, Curve, Measured, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
 
@@ -69,18 +69,15 @@ def _axes(cases: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, list[str
             yield name, list(map(shown_value, sorted(values, key=lambda value: _order(name, value))))
 
 
-def _order(name: str, value: object) -> tuple[int, float, str]:
-    """Numbers by size, named choices as they are listed, words by the alphabet."""
+def _order(name: str, value: object) -> tuple[bool, float, str]:
+    """Named choices as they are listed, numbers by size, words by the alphabet."""
     listed = ("single",) if name == _LAYOUT else choices(name)
-    if value in listed:
-        return 0, listed.index(value), ""
-    if isinstance(value, int | float):
-        return 1, value, ""
-    return 2, 0, shown_value(value)
+    number = value if isinstance(value, int | float) else 0
+    return value not in listed, listed.index(value) if value in listed else number, shown_value(value)
 
 
 def _filled(**values: object) -> Data:
-    return {name: value for name, value in values.items() if value not in (None, "", (), {})}
+    return {name: value for name, value in values.items() if value not in (None, "", (), [], {})}
 
 
 def _row(parsed: ParsedCase, axes: Mapping[str, Sequence[str]]) -> Data:
@@ -109,7 +106,6 @@ def _detail(parsed: ParsedCase, history: Table | None) -> Data:
         facts=tuple((name, value) for name, value in _facts(case) if value),
         lines=case.three_lines.texts,
         findings=_findings(case.findings),
-        signature=case.failure_signature.text if case.failure_signature is not None else "",
         curves={"case": Curve(losses=case.losses, grad_norms=case.grad_norms)} if case.losses else {},
         checks=case.checks,
         unjudged=case.not_judged,
@@ -120,14 +116,16 @@ def _detail(parsed: ParsedCase, history: Table | None) -> Data:
 
 
 def _measured(measured: Measured) -> Data:
-    """`wire` and `saved` have the measured value and the formula's; `allowed` is of the loss, in nats."""
+    """`allowed`: of the loss, in nats."""
     return _filled(
         numbers=tuple((name, value) for name, value in distances(measured) if value),
         allowed=measured.allowed_loss,
         casts=tuple(_casts(measured.casts)),
-        wire=tuple(_wire(measured.wire, measured.expected_wire)),
+        errors=_filled(gradients=measured.gradient_errors, replay=measured.replay_errors),
+        timeline=measured.timeline,
+        wire=communicated(measured),
         fused=measured.fused,
-    ) | {"curves": measured.curves, "saved": (measured.saved_bytes, measured.expected_saved_bytes)}
+    ) | {"curves": measured.curves}
 
 
 def _facts(case: CaseResult) -> Iterator[tuple[str, str]]:
@@ -150,14 +148,6 @@ def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
         | _filled(place=finding.place, expected=finding.expected, found=finding.found, fix=finding.fix)
         for number, finding in enumerate(findings)
     )
-
-
-def _wire(found: Mapping[str, Sent], expected: Mapping[str, Sent]) -> Iterator[tuple[str, Sent | None, Sent | None]]:
-    """Yield every kind of collective; those that differ from the formula first."""
-    names = sorted(
-        {*found, *expected}, key=lambda name: (name not in expected or found.get(name) == expected[name], name)
-    )
-    yield from ((name, found.get(name), expected.get(name)) for name in names)
 
 
 def _casts(casts: Sequence[CastRange]) -> Iterator[Data]:

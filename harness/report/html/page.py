@@ -20,14 +20,15 @@ from harness.report.html.data import index_and_details
 from harness.report.run import totals, totals_line
 from harness.report.sections import Facts, Section, Table
 from harness.result import RunResult
-from harness.text import printable
+from harness.text import counted, printable
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 _PACKAGE = "harness.report.html"
-_SCRIPTS = ("page.js", "matrix.js", "cases.js", "curves.js", "case.js", "start.js")  # parts of one function, in order
+# Parts of one function, in order.
+_SCRIPTS = ("page.js", "matrix.js", "cases.js", "curves.js", "heat.js", "case.js", "start.js")
 # In JSON these are the same characters, and in HTML they end nothing.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}"}
 _POLICY = "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
@@ -64,38 +65,29 @@ def html_report(
     index, details = index_and_details(run, history or {})
     if front is None:
         title = " ".join(filter(None, ("fp8-harness", run.start.name)))
-        state = _STATES.get(run.exit_code, "not good")
+        failed = sum(not case.good and not case.excused for case in run.results)
+        state = _STATES.get(run.exit_code, f"{failed} of {counted(len(run.results), 'case')} failed")
         front = Front(title=title, state=state, good=run.exit_code == 0, line=totals_line(run))
-    return rendered(
-        "page.html",
-        _SCRIPTS,
-        data={"index": index, **{f"detail-{number}": detail for number, detail in enumerate(details)}},
-        front=front,
-        sections=(*sections, _run_section(run)),
-    )
+    data = {"index": index, **{f"detail-{number}": detail for number, detail in enumerate(details)}}
+    return _rendered(data, front=front, sections=(*sections, _run_section(run)))
 
 
-def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object], **values: object) -> bytes:
-    """A page in UTF-8 of assets and values. Each of `data` is JSON in an element of its name, for the scripts."""
+def _rendered(data: Mapping[str, object], **values: object) -> bytes:
+    """Return the page in UTF-8. Each of `data` is JSON in an element of its name, for the scripts."""
     from markupsafe import Markup
 
-    own = "\n".join(['(() => {\n"use strict";', *map(_asset, scripts), "})();"])
+    own = "\n".join(['(() => {\n"use strict";', *map(_asset, _SCRIPTS), "})();"])
     licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
     script = Markup("\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own]))
     style = Markup("\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")]))
     plain = {name: to_json(_printable(msgspec.to_builtins(value))).decode() for name, value in data.items()}
-    page = _template(template).render(
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; {_POLICY}",
-        style=style,
-        script=script,
-        data={name: Markup(text.translate(_ESCAPES)) for name, text in plain.items()},
-        **values,
-    )
-    return page.encode()
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; {_POLICY}"
+    data = {name: Markup(text.translate(_ESCAPES)) for name, text in plain.items()}
+    return _template().render(policy=policy, style=style, script=script, data=data, **values).encode()
 
 
 @functools.cache
-def _template(name: str) -> Template:
+def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -106,7 +98,7 @@ def _template(name: str) -> Template:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     environment.filters["kind"] = lambda block: type(block).__name__
-    return environment.from_string("".join(map(_asset, ("parts.html", name))))
+    return environment.from_string("".join(map(_asset, ("parts.html", "page.html"))))
 
 
 def _run_section(run: RunResult) -> Section:

@@ -3,6 +3,7 @@
 What the harness itself sends to measure a run is left out: it runs inside `unobserved()` (`dispatch_hooks/hook.py`).
 """
 
+import time
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -35,6 +36,12 @@ class TrafficProbe(Probe):
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(case, device)
         self._elements: defaultdict[_Key, list[int]] = defaultdict(list)
+        self._starts: defaultdict[_Key, list[tuple[float, int]]] = defaultdict(list)
+        self._began_s = 0.0
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self._began_s = time.perf_counter()
 
     def install(self) -> None:
         self.observe(collectives.observers, self._observe)
@@ -43,6 +50,9 @@ class TrafficProbe(Probe):
         if self._step:
             key = _Key(self._step, exchange.ranks, exchange.kind, exchange.op, exchange.dtype)
             self._elements[key].append(exchange.elements)
+            if self._step == self._case.train.steps:
+                nbytes = exchange.elements * exchange.dtype.itemsize
+                self._starts[key].append((time.perf_counter() - self._began_s, nbytes))
 
     def after_update(self, model: nn.Module) -> None:
         self._step = 0
@@ -63,4 +73,5 @@ class TrafficProbe(Probe):
             dtype=dtype_name(key.dtype),
             payload_bytes=sum(elements) * key.dtype.itemsize,
             sizes=dict(sorted(Counter(elements).items())),
+            starts=tuple(self._starts[key]),
         )

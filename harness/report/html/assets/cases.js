@@ -24,9 +24,24 @@ const lines = index.cases.map((row) => {
     link,
     line: el("tr", {}, el("td", {}, badge(row.verdict)), el("td", { class: "id" }, link),
       el("td", { class: "digits" }, `${row.ranks}`), el("td", { class: "digits" }, row.seconds.toFixed(1)),
-      el("td", { class: "note" }, el("div", {}, row.note || ""))),
+      el("td", { class: "note" }, el("div", {}, ...prose(row.note || "")))),
   };
 });
+
+// The case that failed worst, above all others.
+function showFirst() {
+  const row = index.cases[0];
+  const place = byId("first");
+  place.hidden = !row || index.verdicts[rankOf.get(row.verdict)].good;
+  if (place.hidden || place.childElementCount) return;
+  const detail = JSON.parse(byId("detail-0").textContent);
+  const open = (event) => {
+    event.preventDefault();
+    change({ case: row.id, view: "cases" }, { step: true });
+  };
+  const link = el("a", { href: `#${new URLSearchParams({ case: row.id })}`, onclick: open }, row.id);
+  fill(place, el("h2", {}, badge(row.verdict), " ", el("span", { class: "id" }, link)), ...wrong(detail));
+}
 
 function showFilters() {
   const counts = new Map();

@@ -4,7 +4,7 @@ let plots = [];
 const CURVES = {  // colours of the style, and dashes for who cannot tell them apart
   case: ["--case", []], golden: ["--golden", [8, 4]], solo: ["--solo", [10, 3, 2, 3]],
 };
-const TOLD = { case: "case", golden: "golden (BF16)", solo: "solo (one rank)" };
+const TOLD = { case: "case", golden: "golden (BF16)", solo: "single-rank reference" };
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));
 const drawn = (values) => values.map((value) => (Number.isFinite(number(value)) ? number(value) : null));

@@ -27,6 +27,12 @@ function fill(parent, ...children) {
   return parent;
 }
 
+// What is between backticks is code, where they come in pairs.
+function prose(text) {
+  const parts = `${text}`.split("`");
+  return parts.length % 2 ? parts.map((part, at) => (at % 2 ? el("code", {}, part) : part)) : [text];
+}
+
 function badge(verdict) {
   return el("span", { class: `badge v-${verdict}` }, `${MARKS[verdict]} ${verdict.replace("_", " ")}`);
 }
@@ -67,7 +73,8 @@ function stateOf(address) {
     check: given.get("check") || "",
     text: given.get("text") || "",
     sort: given.get("sort") || "",
-    case: given.get("case"),
+    // A run of one case is that case, unless the address says something else.
+    case: given.get("case") ?? (index.cases.length === 1 && !address.replace(/^#/, "") ? index.cases[0].id : null),
   };
 }
 

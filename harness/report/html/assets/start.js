@@ -1,6 +1,7 @@
 // Shows what the address says, now and whenever it changes.
 
 let opened = null;
+const title = document.title;
 
 function show() {
   const at = state.case ? index.cases.findIndex((row) => row.id === state.case) : -1;
@@ -15,16 +16,18 @@ function show() {
   }
   const before = opened;
   opened = inCase ? at : null;
+  document.title = inCase ? `${MARKS[index.cases[at].verdict]} ${index.cases[at].verdict}: ${index.cases[at].id}` : title;
   if (inCase) {
-    const title = showCase(at);
+    const heading = showCase(at);
     if (before !== at) {
-      title.focus({ preventScroll: true });
+      heading.focus({ preventScroll: true });
       scrollTo(0, 0);
     }
     return;
   }
   forgetPlots();
   if (state.view !== "cases") return;
+  showFirst();
   showFilters();
   showHeat();
   showList();
@@ -64,5 +67,9 @@ addEventListener("afterprint", () => {
   redraw();
 });
 
+for (const part of document.querySelectorAll("main > section p, main > section li, .entry")) {
+  const texts = [...part.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE && node.data.includes("`"));
+  texts.forEach((node) => node.replaceWith(...prose(node.data)));
+}
 show();
 document.documentElement.dataset.ready = "";

@@ -40,7 +40,7 @@ def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
     (rounded,) = (row["worst_gradient"] for row in table["rows"] if row["layout"] == "tp2")
     assert 0 < rounded["distance"] <= rounded["allowed"]
     assert "| fsdp2 | equal |" in (project.folder / "table.md").read_text()
-    assert "Layouts against one rank" in (project.folder / "table.html").read_text()
+    assert "each layout against its single-rank reference" in (project.folder / "table.html").read_text()
     assert len(ElementTree.parse(project.folder / "x.xml").findall(".//testcase")) == 3
 
 
@@ -52,7 +52,7 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
     assert (rows["single"]["word"], rows["fsdp2"]["word"], rows["tp2"]["word"]) == ("equal", "equal", "wrong")
     first = rows["tp2"]["first"]
     assert (first["step"], first["rank"]) == (1, 1) and first["module"].startswith("layers.0."), first
-    assert f"of {first['module']} at step 1 on rank 1" in done.stdout
+    assert f"{first['rule']} in {first['module']}, step 1" in done.stdout
 
 
 # By the name of a mistake: the layout, and words of what is first wrong.
