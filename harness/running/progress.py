@@ -1,8 +1,7 @@
 """Progress: what the terminal or a CI log shows while cases run.
 
-Owns the two forms: a live line on a terminal (rich), one plain line per finished item elsewhere. Both write to the
-stream they are given, and say the phase, references or cases, and about how long the rest takes, where something tells
-what every item costs. The final report is `report/`'s.
+A live line on a terminal (rich), a plain line per finished item elsewhere. Both say the phase, references or cases, and
+about how long the rest takes, where costs are recorded.
 """
 
 from __future__ import annotations
