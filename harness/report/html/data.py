@@ -116,7 +116,6 @@ def _detail(parsed: ParsedCase, history: Table | None) -> Data:
 
 
 def _measured(measured: Measured) -> Data:
-    """`allowed`: of the loss, in nats."""
     return _filled(
         numbers=tuple((name, value) for name, value in distances(measured) if value),
         allowed=measured.allowed_loss,
