@@ -97,6 +97,8 @@ def _interpreter(module: Any) -> None:
 
     own.update(_get_np_dtype=dtype_of, _convert_float=convert)
     module.InterpreterBuilder.create_inline_asm = _assembly
+    handle, of_bf16 = module.TensorHandle, (narrow["bf16"], module.tl.bfloat16)
+    module.InterpreterBuilder.get_bf16 = lambda _, value: handle(np.array([value], of_bf16[0]), of_bf16[1])
     grid = module.GridExecutor
     launch = grid.__call__
 
