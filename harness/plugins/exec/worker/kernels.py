@@ -78,10 +78,8 @@ def _interpreter(module: Any) -> None:
     import ml_dtypes
 
     own: Any = vars(module)
-    stock, narrow = (
-        own[_PRIVATE.format("get_np_dtype")],
-        {name: np.dtype(getattr(ml_dtypes, of)) for name, of in _NARROW.items()},
-    )
+    stock = own[_PRIVATE.format("get_np_dtype")]
+    narrow = {name: np.dtype(getattr(ml_dtypes, of)) for name, of in _NARROW.items()}
 
     def dtype_of(kind: Any) -> Any:
         return narrow.get(str(kind.scalar)) or stock(kind)
