@@ -73,6 +73,7 @@ def install_hooks(*, compiled: bool = True) -> None:
     """Install every hook whose private parts are as declared; `compiled`: those of compiled runs too."""
     for name, part in _MODULES.items():
         entry = f"hooks of {name}"
-        if PROCESS.has(entry) or internals.gaps(part) or (internals.is_of_compiled_runs(part) and not compiled):
+        unused = not compiled and internals.is_of_compiled_runs(part)  # to look at its parts imports inductor
+        if PROCESS.has(entry) or unused or internals.gaps(part):
             continue
         PROCESS.keep(entry, *importlib.import_module(f"{__package__}.{name}").install())
