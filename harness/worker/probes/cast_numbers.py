@@ -13,7 +13,7 @@ import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # torch does not list it as exported
 
 from harness.trace.operands import ScaleSummary
-from harness.worker.tensors.digests import Content, bytes_of, fingerprint, is_transposed, on_host
+from harness.worker.tensors.digests import bytes_of, fingerprint, is_transposed, on_host
 from harness.worker.tensors.names import dtype_name
 
 Array = npt.NDArray[Any]
@@ -122,7 +122,7 @@ class HostCast(NamedTuple):
     source: torch.Tensor  # on the host
     scale: Scale
     axiswise_dim: int | None
-    content: Content
+    data: bytes  # those of the content, which may be released before this is measured
     shape: torch.Size
     dtype: torch.dtype
     transposed: bool  # the content is in the order of the transposed bits
@@ -160,13 +160,13 @@ class _Products(NamedTuple):
 
 
 def measure_cast(cast: Cast) -> CastNumbers:
-    return measure(host_cast(cast, on_host(cast.source), read_scale(cast.scale), Content(bytes_of(cast.bits))))
+    return measure(host_cast(cast, on_host(cast.source), read_scale(cast.scale), bytes_of(cast.bits)))
 
 
-def host_cast(cast: Cast, source: torch.Tensor, scale: Scale, content: Content) -> HostCast:
+def host_cast(cast: Cast, source: torch.Tensor, scale: Scale, data: bytes) -> HostCast:
     """Return the same cast with its source, scale and bits as they were read."""
     bits, blocks = cast.bits, (cast.block, cast.rounds_down)
-    return HostCast(source, scale, cast.axiswise_dim, content, bits.shape, bits.dtype, is_transposed(bits), *blocks)
+    return HostCast(source, scale, cast.axiswise_dim, data, bits.shape, bits.dtype, is_transposed(bits), *blocks)
 
 
 def measure(cast: HostCast) -> CastNumbers:
@@ -183,7 +183,7 @@ def measure(cast: HostCast) -> CastNumbers:
     saturated = 0 if products.highest <= limit * _ROUNDING else int((scaled.abs() > limit * _ROUNDING).sum())
     if not products.bound <= limit * _ROUNDING:  # below, the cast rounds to what the clamp would have made of it
         scaled.clamp_(-limit, limit)
-    magnitudes = np.frombuffer(cast.content.data, np.uint8) & _MAGNITUDE
+    magnitudes = np.frombuffer(cast.data, np.uint8) & _MAGNITUDE
     return CastNumbers(
         amax=products.amax,
         scaled_amax_minimum=products.lowest,
@@ -278,7 +278,7 @@ def _mismatched(expected: torch.Tensor, cast: HostCast) -> int:
     """Return bytes that differ; a result of another shape is wrong in every element."""
     if expected.shape != cast.shape:
         return max(expected.numel(), cast.shape.numel())
-    right, found = bytes_of(expected, transposed=cast.transposed), cast.content.data
+    right, found = bytes_of(expected, transposed=cast.transposed), cast.data
     if right == found:
         return 0
     return int(np.count_nonzero(np.frombuffer(right, np.uint8) != np.frombuffer(found, np.uint8)))

@@ -42,10 +42,10 @@ class Measurement:
 
     __slots__ = ("_cast", "_numbers", "content", "scale")
 
-    def __init__(self, cast: HostCast) -> None:
+    def __init__(self, cast: HostCast, content: Content) -> None:
         self._cast: HostCast | None = cast
         self._numbers: CastNumbers | None = None
-        self.content: Content = cast.content
+        self.content = content
         self.scale: Scale = cast.scale
 
     @property
@@ -82,8 +82,8 @@ class CastMeter:
         if before is not None and before[1].content.data == data and not before[0].expired():
             self._contents.remember(cast.bits, before[1].content)
             return before[1]
-        content = self._contents.add(cast.bits, data)
-        measurement = Measurement(host_cast(cast, mark_owned(self._copy(source, place, storage)), scale, content))
+        copy = mark_owned(self._copy(source, place, storage))
+        measurement = Measurement(host_cast(cast, copy, scale, data), self._contents.add(cast.bits, data))
         self._copied.append(measurement)
         self._seen[key] = storage, measurement
         return measurement
