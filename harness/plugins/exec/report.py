@@ -17,6 +17,9 @@ _ALONE = "let all ranks end alike, or raise what is wrong: the others were ended
 _WAYS_ON = (
     ("ModuleNotFoundError: No module named 'triton", "run without its kernels here: no CPU runs Triton."),
     ("ModuleNotFoundError: No module named", "install it: `pip install {missing}`."),
+    ("attempted relative import", "name the module, not its file: `python -m PACKAGE.MODULE`."),
+    ("out of memory", "give the script a smaller model, or fewer ranks."),
+    ("has ended: a GPU would wait", "let all ranks of the group make the same calls, and end together."),
     ("ImportError", "install the version of the package that the script needs."),
     ("CollectiveMismatch", "let all ranks of the group make the same calls: on GPUs they would wait for each other."),
     ("AcceleratorError: CUDA error: invalid device ordinal", "give `-n` as many ranks as the script uses GPUs."),
@@ -53,13 +56,19 @@ def answer_of(outcome: Outcome, judged: Judged | None = None) -> Answer:
         error=error,
         fix=fix,
         seconds=outcome.seconds,
-        ranks=max((record.world_size for record in outcome.records), default=1),
+        ranks=max((1, *_sizes(outcome))),
         steps=max((record.steps for record in outcome.records), default=0),
         absent=tuple(_absent(outcome.records)),
         not_watched=tuple(dict.fromkeys(record.not_watched for record in outcome.records if record.not_watched)),
         stacks=outcome.stacks,
         records=tuple(msgspec.structs.replace(record, trace=None) for record in outcome.records),
     )
+
+
+def _sizes(outcome: Outcome) -> Iterator[int]:
+    """Yield how many ranks each process knew of; those that were ended from outside recorded nothing."""
+    yield from (record.world_size for record in outcome.records)
+    yield from (stack.rank + 1 for stack in outcome.stacks if stack.rank is not None)
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -77,8 +86,8 @@ def _error(outcome: Outcome) -> tuple[str, str]:
         return f"ended: {outcome.ended_for}{f': {where}' if where else ''}", _of_end(outcome)
     failed = [record for record in outcome.records if record.ended and record.exit_code]
     early = [record for record in outcome.records if record.exit_code and record.world_size > 1 and not record.ended]
-    if failed and not (early and all(map(_is_follower, failed))):
-        first = min(failed, key=lambda record: (_is_follower(record), record.rank))
+    if failed and not (early and all(map(_follows, failed))):
+        first = min(failed, key=lambda record: (_follows(record), record.rank))
         who = f"rank {first.rank}: " if first.world_size > 1 else ""
         alone = _ALONE if first.world_size > 1 and "exit(" in first.ended else ""
         return f"{who}{first.ended}", _way_on(first.ended) or alone
@@ -103,9 +112,11 @@ def _of_end(outcome: Outcome) -> str:
     return "give the script smaller sizes, or more memory." if "--memory" in outcome.ended_for else ""
 
 
-def _is_follower(record: ProcessRecord) -> bool:
-    """Return True for a launcher, which only tells that a rank failed."""
-    return "ChildFailedError" in record.ended or "ProcessRaisedException" in record.ended
+def _follows(record: ProcessRecord) -> int:
+    """Return 1 for a rank that waited for one that had ended, 2 for a launcher, which only tells that a rank failed."""
+    if "ChildFailedError" in record.ended or "ProcessRaisedException" in record.ended:
+        return 2
+    return int("has ended: a GPU would wait" in record.ended)
 
 
 def _way_on(error: str) -> str:
@@ -144,4 +155,5 @@ def lines(answer: Answer, words: Mapping[str, str]) -> Iterator[str]:
         more = f", and {len(shown) - _ABSENT_SHOWN} more" if len(shown) > _ABSENT_SHOWN else ""
         yield f"exec: of a GPU, a CPU lacks: {'; '.join(shown[:_ABSENT_SHOWN])}{more}"
     if answer.error:
-        yield f"exec: error: {answer.error}{f' Fix: {answer.fix}' if answer.fix else ''}"
+        word = "error" if answer.exit_code else "a process of it ended, and the command went on"
+        yield f"exec: {word}: {answer.error}{f' Fix: {answer.fix}' if answer.fix else ''}"

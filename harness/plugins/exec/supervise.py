@@ -34,7 +34,7 @@ _RANK_GIB = 0.5  # that a rank takes at least, with torch in it
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command may take: seconds, and GiB of each of its processes. 0: as much as it needs."""
+    """What a command may take: seconds from its first line, and GiB of each process. 0: as much as it needs."""
 
     timeout_s: float = 0.0
     memory_gib: float = 0.0
@@ -82,7 +82,7 @@ class _Running:
         )
         ended_for, stacks = "", list[Stack]()
         try:
-            ended_for = self._wait(process, started_s)
+            ended_for = self._wait(process)
             if ended_for:
                 stacks = self._stacks()
         except KeyboardInterrupt:
@@ -102,15 +102,16 @@ class _Running:
             stacks=tuple(stacks),
         )
 
-    def _wait(self, process: "subprocess.Popen[bytes]", started_s: float) -> str:
+    def _wait(self, process: "subprocess.Popen[bytes]") -> str:
         """Wait for the end of the command; return why it has to be ended, where it has not ended by itself."""
-        look_at_s = started_s + _LOOK_S
+        began_s, look_at_s = 0.0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
                 return ""
             now_s = time.monotonic()
-            if self._bounds.timeout_s and now_s - started_s > self._bounds.timeout_s:
+            began_s = began_s or (now_s if any(self._folder.glob("stacks-*.txt")) else 0.0)
+            if self._bounds.timeout_s and began_s and now_s - began_s > self._bounds.timeout_s:
                 return f"it ran for more than {self._bounds.timeout_s:g} s (--timeout)"
             if self._bounds.memory_gib and now_s > look_at_s:
                 look_at_s = now_s + _LOOK_S
@@ -136,7 +137,7 @@ class _Running:
         files = [self._folder / f"stacks-{pid}.txt" for pid in pids]
         while time.monotonic() < give_up_s and not all(file.stat().st_size for file in files):
             time.sleep(_POLL_S)
-        return [_stack(pid, ranks[pid], linux.read_text(file)) for pid, file in zip(pids, files, strict=True)]
+        return [stack_of(pid, ranks[pid], linux.read_text(file)) for pid, file in zip(pids, files, strict=True)]
 
     def _records(self) -> Iterator[ProcessRecord]:
         for path in sorted(self._folder.glob(RECORDS)):
@@ -159,8 +160,8 @@ _BETWEEN = re.compile(r"/harness/|/torch/_ops\.py$")  # a call and what it calls
 _PACKAGES = re.compile(r"site-packages|/lib/python3|^<|/harness/(?:plugins|worker|engine)/")
 
 
-def _stack(pid: int, rank: int | None, text: str) -> Stack:
-    """Return where the main thread was, which is the last one of a dump."""
+def stack_of(pid: int, rank: int | None, text: str) -> Stack:
+    """Return where the main thread of a process was, which is the last one of a dump."""
     main = text.rpartition("\n\n")[2] if "Current thread" not in text else text.rpartition("Current thread")[2]
     frames = list(_FRAME.finditer(main))
     own = next((frame for frame in frames if not _PACKAGES.search(frame["file"])), None)

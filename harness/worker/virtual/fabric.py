@@ -24,6 +24,7 @@ SLOT_BYTES = 1 << 30  # address space only: untouched pages take no memory
 MESSAGE_BYTES = 1 << 28  # likewise
 _RING = 64  # messages that were sent and not yet received
 _LINE_BYTES = 64
+_ENDED = 1 << 31  # of a sequence number: its rank makes no more exchanges
 _HEADER_WORDS = 2  # kind, payload bytes
 _HEADER_BYTES = 2 * _HEADER_WORDS * 8
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -139,15 +140,18 @@ class Group:
         self._headers[self.rank, parity, 1] = size_bytes
         _advance(self._numbers[self.rank])
         for other in range(self.size):
-            self._wait_for(other)
+            self._wait_for(other, kind)
         _fence(self._numbers[self.rank])
         calls = [_Call(self._kinds[code], count) for code, count in self._headers[:, parity].tolist()]
         self._agree(calls, same_size=same_size)
         return [self._slots[other, parity, : call.payload_bytes] for other, call in enumerate(calls)]
 
-    def _wait_for(self, other: int) -> None:
+    def _wait_for(self, other: int, kind: str) -> None:
         number = self._numbers[other]
-        while (seen := number.value) != self._sequence and seen != self._sequence + 1:
+        while (seen := number.value) & ~_ENDED not in (self._sequence, self._sequence + 1):
+            if seen & _ENDED:
+                who = f"group rank {self.rank} calls {kind}, and group rank {other} has ended"
+                raise CollectiveMismatch(f"{who}: a GPU would wait for it")
             _futex(number, _FUTEX_WAIT, seen)  # returns at once if the number has changed
 
     def _agree(self, calls: list[_Call], *, same_size: bool) -> None:
@@ -161,10 +165,16 @@ class Group:
 
 
 def _shared(path: Path, size: int) -> mmap.mmap:
-    """Return the memory of a file of so many bytes, which is made where it is not there."""
+    """Return the memory of a file of so many bytes or more, which is made where it is not there."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
-        file.truncate(size)
+        if os.fstat(file.fileno()).st_size < size:
+            file.truncate(size)
         return mmap.mmap(file.fileno(), size)
+
+
+def _end(number: ctypes.c_uint32) -> None:
+    number.value |= _ENDED
+    _futex(number, _FUTEX_WAKE, 2**31 - 1)
 
 
 def _advance(number: ctypes.c_uint32) -> None:
@@ -206,16 +216,27 @@ class Fabric:
         self._open: Callable[[str, Sequence[int], int], Group | Loopback] | None = None
         self._groups: dict[str, Group | Loopback] = {}
         self._owned: set[str] = set()
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[str, tuple[Path, int]] = {}
 
-    def own(self, name: str, path: Path | None = None) -> None:
-        """Note a group that was made over this fabric. `path`: of its file, where its name does not tell it apart."""
+    def own(self, name: str, path: Path | None = None, rank: int = 0) -> None:
+        """Note a group that was made over this fabric. `path`: of its file, where its name does not tell it apart, in
+        which this is `rank`.
+        """
         self._owned.add(name)
         self._groups.pop(name, None)
-        if path is None:
-            self._paths.pop(name, None)
-        else:
-            self._paths[name] = path
+        self._paths.pop(name, None)
+        if path is not None:
+            self._paths[name] = path, rank
+
+    def end(self) -> None:
+        """Tell the other ranks of all groups that this one makes no more exchanges: who waits for it gets an error."""
+        opened = [group for group in self._groups.values() if isinstance(group, Group)]
+        numbers = [group._numbers[group.rank] for group in opened]
+        for path, rank in (at for name, at in self._paths.items() if name not in self._groups):
+            memory = _shared(path, (rank + 1) * _LINE_BYTES)
+            numbers.append(ctypes.c_uint32.from_buffer(memory, rank * _LINE_BYTES))
+        for number in numbers:
+            _end(number)
 
     def owns(self, name: str) -> bool:
         """Return whether the group of that name was made over this fabric."""
@@ -250,7 +271,7 @@ class Fabric:
         """Return the group called `name`, opened on first use: a collective call that all its ranks must make."""
         if name not in self._groups:
             if name in self._paths:
-                group = Group(self._paths[name], rank=rank(), ranks=ranks(), kinds=self._kinds)
+                group = Group(self._paths[name][0], rank=rank(), ranks=ranks(), kinds=self._kinds)
                 self._groups[name] = group
                 return group
             assert self._open is not None, "the fabric is not connected"

@@ -6,6 +6,7 @@ or refused: nothing is computed otherwise than a GPU would.
 """
 
 import collections
+import contextlib
 import os
 import sys
 import time
@@ -56,11 +57,21 @@ def refusing(name: str, instead: str) -> Callable[..., NoReturn]:
 class Stream:
     """A stream of the pretended GPU, on which everything is done already."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+    _made = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, *, default: bool = False, **_: Any) -> None:
         self.priority = priority
         self.device_index = torch.cuda.current_device()
         self.device = torch.device("cuda", self.device_index)
-        self.device_type, self.stream_id, self.cuda_stream = 1, 0, 0
+        Stream._made += not default
+        self.device_type, self.stream_id = 1, 0 if default else Stream._made
+        self.cuda_stream = self.stream_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
 
     def __enter__(self) -> Self:
         return self
@@ -117,26 +128,40 @@ class Event:
         return 1000 * (end._at_s - self._at_s)
 
 
-class _Within:
-    """A context of `torch.cuda.device` or `torch.cuda.stream`, which changes nothing here but the current device."""
+class _Within(contextlib.ContextDecorator):
+    """A context of `torch.cuda.device` or `torch.cuda.stream`: what it is given is current in it."""
 
-    def __init__(self, given: Any = None) -> None:
-        self.idx = given
-        self.prev_idx, self.stream = -1, given
+    def __init__(self, name: str, shown: "Pretended", given: Any = None) -> None:
+        self.idx, self.stream, self.prev_idx = given, given, -1
+        self._name, self._shown, self._before = name, shown, list[Any]()
 
     def __enter__(self) -> Any:
+        self._before.append(getattr(self._shown, self._name))
+        if isinstance(self.stream, Stream):
+            self._shown.stream = self.stream
+        elif self._name == "current" and self.stream is not None:
+            self._shown.set_current(self.stream)
         return self.stream
 
     def __exit__(self, *_: object) -> None:
-        pass
+        setattr(self._shown, self._name, self._before.pop())
+
+
+def _within(name: str, of: str, shown: "Pretended") -> type:
+    """Return a class of its own, as Dynamo wants it."""
+
+    def begin(self: Any, given: Any = None) -> None:
+        _Within.__init__(self, of, shown, None if isinstance(given, torch.Tensor) else given)
+
+    return type(name, (_Within,), {"__init__": begin})
 
 
 _EXEMPT = "leave it out here: it changes speed, not numbers"
 # What does nothing, by the name in `torch.cuda`; what returns a constant; what has no body.
-_QUIET = "init _lazy_init _lazy_call set_stream ipc_collect set_sync_debug_mode set_per_process_memory_fraction"
+_QUIET = "init _lazy_init _lazy_call ipc_collect set_sync_debug_mode set_per_process_memory_fraction"
 _SILENT = (
     "synchronize empty_cache reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
-    "reset_accumulated_memory_stats reset_peak_host_memory_stats"
+    "reset_accumulated_memory_stats reset_peak_host_memory_stats _record_memory_history _dump_snapshot"
 )
 _ZERO = (
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
@@ -161,6 +186,7 @@ class Pretended:
 
     def __init__(self, gpu: Gpu, count: int) -> None:
         self.gpu, self.count, self.current = gpu, count, 0
+        self.stream: Any = None
 
     def index_of(self, device: Any = None) -> int:
         """Return the number of a GPU. Raises RuntimeError, as CUDA does, for one that is not there."""
@@ -215,6 +241,7 @@ def _answers(shown: Pretended) -> dict[str, Any]:
         "device_count": lambda: shown.count,
         "current_device": lambda: shown.current,
         "set_device": shown.set_current,
+        "set_stream": lambda stream: setattr(shown, "stream", stream),
         "get_device_name": lambda device=None: shown.gpu.name,
         "get_device_capability": lambda device=None: shown.gpu.capability,
         "get_device_properties": shown.properties,
@@ -238,17 +265,14 @@ def _answers(shown: Pretended) -> dict[str, Any]:
         "set_rng_state": lambda new_state, device="cuda": torch.default_generator.set_state(new_state) and None,
         "get_rng_state_all": lambda: [torch.default_generator.get_state()] * shown.count,
         "set_rng_state_all": lambda new_states: torch.default_generator.set_state(new_states[0]) and None,
-        "current_stream": lambda device=None: Stream(device),
-        "default_stream": lambda device=None: Stream(device),
+        "current_stream": lambda device=None: shown.stream or Stream(device, default=True),
+        "default_stream": lambda device=None: Stream(device, default=True),
         "current_blas_handle": lambda: 0,
         "Stream": Stream,
         "ExternalStream": Stream,
         "Event": Event,
-        "device": type("device", (_Within,), {}),
-        "device_of": type("device_of", (_Within,), {}),
-        "_DeviceGuard": type("_DeviceGuard", (_Within,), {}),
-        "stream": type("stream", (_Within,), {}),
-        "StreamContext": type("StreamContext", (_Within,), {}),
+        **{name: _within(name, "current", shown) for name in ("device", "device_of", "_DeviceGuard")},
+        **{name: _within(name, "stream", shown) for name in ("stream", "StreamContext")},
         "default_generators": (torch.default_generator,) * max(shown.count, 1),
     }
     answers |= {name: _stub(name, None, "") for name in _QUIET.split()}
@@ -292,7 +316,7 @@ def _accelerator(shown: Pretended) -> None:
     core._accelerator_getDeviceIndex = lambda: shown.current
     core._accelerator_setDeviceIndex = shown.set_current
     core._accelerator_exchangeDevice = core._accelerator_maybeExchangeDevice = shown.exchange
-    core._accelerator_getStream = lambda *_: Stream()
+    core._accelerator_getStream = lambda *_: torch.cuda.current_stream()
     core._accelerator_setStream = lambda *_: None
     core._accelerator_synchronizeDevice = lambda *_: None
     core._accelerator_getDeviceStats = lambda *_: {}
@@ -312,6 +336,15 @@ def _nvtx() -> None:
         markA=lambda *_: None, deviceRangeStart=lambda *_: None, deviceRangeEnd=lambda *_: None,
     )  # fmt: skip
     setattr(nvtx, "_nvtx", marks)  # noqa: B010  it is not exported
+    profile: Any = torch.profiler.profile
+    stock = profile.__init__
+
+    def of_cpu(self: Any, *, activities: Any = None, **given: Any) -> None:
+        """What is asked of a GPU would print the frames of an error for each event."""
+        kinds = torch.profiler.ProfilerActivity
+        stock(self, activities=[kinds.CPU] if activities and kinds.CUDA in activities else activities, **given)
+
+    profile.__init__ = of_cpu
     profiler.start = profiler.stop = _stub("profiler", None, "does nothing")
     torch.cuda.nccl.version = lambda: (2, 27, 5)
 

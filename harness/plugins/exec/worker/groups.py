@@ -52,7 +52,7 @@ class ProcessGroupNCCL(metaclass=_Kind):
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
         ENDING.joins(rank, size)
-        collectives.FABRIC.own(options.group_name, cls.folder / agreed(store, rank))
+        collectives.FABRIC.own(options.group_name, cls.folder / agreed(store, rank), rank)
         group: Any = c10d.FakeProcessGroup
         own = group.Options()
         own.error_on_collective = True
@@ -70,6 +70,7 @@ def agreed(store: Any, rank: int) -> str:
 def install(folder: Path) -> None:
     """Let torch make groups of NCCL, of files in this folder."""
     ProcessGroupNCCL.folder = folder
+    ENDING.leaves.append(collectives.FABRIC.end)
     module: Any = dist.distributed_c10d
     module._NCCL_AVAILABLE = True
     module.default_pg_nccl_timeout = timedelta(minutes=10)

@@ -1,10 +1,11 @@
 """Launchers: torchrun, accelerate and `mp.spawn` parse their command lines themselves; ranks are forks of this process.
 
-What starts ranks in torch, `launch_agent`, is replaced. A rank gets the variables that torchrun sets. If one fails, the
-others are ended, as torchrun ends them.
+What starts ranks in torch, `launch_agent`, is replaced. A rank gets the variables that torchrun sets, and the store of
+its launcher. If one fails, the others are ended, as torchrun ends them.
 """
 
 import multiprocessing.context
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -18,16 +19,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import msgspec
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is not in __all__
 
-from harness.engine.linux import die_with_parent
+from harness.engine.linux import die_with_parent, oom_kills, read_text
 from harness.engine.processes import module_command
 from harness.engine.rank import flush_streams
-from harness.plugins.exec.request import ExecRequest
-from harness.plugins.exec.supervise import check_room
+from harness.plugins.exec.request import ExecRequest, ProcessRecord
+from harness.plugins.exec.supervise import check_room, stack_of
 from harness.plugins.exec.worker import script
 
-_GRACE_S = 30.0  # torchrun's, between SIGTERM and SIGKILL
+_GRACE_S = 2.0  # between SIGTERM and SIGKILL, where torchrun gives 30 s: nothing is worth a wait here
 _POLL_S = 0.02
 _DEFAULT_PORT = 29500  # torchrun's, which two runs on one machine cannot share
 
@@ -58,6 +61,17 @@ def _fork_instead_of_spawn() -> None:
             _name = method
 
         contexts[method] = AsFork()
+    process: Any = multiprocessing.process.BaseProcess
+    stock = process.run
+
+    def run(self: Any) -> None:
+        try:
+            stock(self)
+        except BaseException as error:
+            script.ENDING.failed(error)
+            raise
+
+    process.run = run
 
 
 def _python_as_here(folder: Path) -> None:
@@ -98,13 +112,33 @@ class _Launch:
         ranks = range(self.nodes * self.local)
         open_file = tempfile.TemporaryFile  # each is closed where its result is read
         results = {rank: open_file() for rank in ranks} if callable(self.entrypoint) else {}
+        killed_before = oom_kills()
         pids = {self._fork(rank, results.get(rank)): rank for rank in ranks}
+        # That of the agent, as torchrun has it: rank 0 may end before others have asked it. It has a thread.
+        store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
         failures = {}
         for rank, pid, code in _wait(pids):
+            if code < 0:
+                self._tell(rank, pid, -code, for_memory=oom_kills() > killed_before)
             failures[rank] = ProcessFailure(local_rank=rank % self.local, pid=pid, exitcode=code, error_file="<N/A>")
+        del store
         if failures:
             raise ChildFailedError(str(self.entrypoint), failures)
         return {rank: _kept(file) for rank, file in results.items()}
+
+    def _tell(self, rank: int, pid: int, number: int, *, for_memory: bool) -> None:
+        """Record which signal ended a rank, and where it was if it could say so."""
+        folder, by = script.ENDING.folder, signal.Signals(number).name
+        line = stack_of(pid, rank, read_text(folder / f"stacks-{pid}.txt")).line
+        what = f"{by} ended it{', and the kernel was out of memory' if for_memory else ''}"
+        record = ProcessRecord(
+            pid=pid,
+            rank=rank,
+            world_size=self.nodes * self.local,
+            ended=f"{line}: {what}" if line else what,
+            exit_code=128 + number,
+        )
+        (folder / f"record-{pid}.msgpack").write_bytes(msgspec.msgpack.encode(record))
 
     def _fork(self, rank: int, file: IO[bytes] | None) -> int:
         parent = os.getpid()
@@ -138,7 +172,7 @@ class _Launch:
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": self.config.max_restarts,
             "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": False,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         }
         return {name: str(value) for name, value in given.items()}

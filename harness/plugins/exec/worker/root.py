@@ -27,8 +27,8 @@ def run(folder: Path, command: Sequence[str] = ()) -> None:
     """Become the command of the request in this folder, or another one that it starts."""
     request = msgspec.msgpack.decode((folder / REQUEST).read_bytes(), type=ExecRequest)
     main = script.main_of(command or request.command)
-    _write_stacks_to(folder)
     _install(request, folder)
+    _write_stacks_to(folder)
     script.install(folder)
     script.end(main)
 
@@ -41,7 +41,8 @@ def _install(request: ExecRequest, folder: Path) -> None:
 
     logging.disable(logging.NOTSET)
 
-    from harness.plugins.exec.worker import gpu, groups, kernels, launch
+    from harness.plugins.exec.worker import gpu, groups, kernels, launch, slow
+    from harness.worker.dispatch_hooks.matmuls import scaled_observers
     from harness.worker.virtual import device
 
     torch.set_num_threads(1)  # ranks are forks, and a process with threads cannot be forked
@@ -50,6 +51,7 @@ def _install(request: ExecRequest, folder: Path) -> None:
     kernels.install(request.gpu.capability)
     groups.install(folder)
     launch.install(request, folder, lambda count: setattr(shown, "count", count))
+    scaled_observers.append(slow.warn)
     from harness.plugins.exec.worker.watch import Watcher
 
     watcher = Watcher(steps=request.steps, virtual=virtual)
@@ -75,11 +77,15 @@ def _count(request: ExecRequest) -> int:
 
 
 def _write_stacks_to(folder: Path) -> None:
-    """Write the stacks of all threads to a file of this process when it is asked for them; forks have their own."""
+    """Write the stacks of all threads to a file of this process when it is asked for them; forks have their own.
+
+    The first file is the sign that the command begins.
+    """
 
     def register() -> None:
         file = (folder / f"stacks-{os.getpid()}.txt").open("w")
         faulthandler.register(STACKS, file=file, all_threads=True)
+        faulthandler.enable(file=file)  # where a segmentation fault was
 
     register()
     os.register_at_fork(after_in_child=register)

@@ -85,15 +85,22 @@ class Ending:
         self.rank, self.world_size = 0, 1
         # Each fills in what it knows of this process: what trained here.
         self.contributors: list[Callable[[ProcessRecord], ProcessRecord]] = []
+        self.leaves: list[Callable[[], None]] = []  # called at the end of a process that joined a group
 
     def restart(self) -> None:
         self.ended, self.joined = "", False
         self.rank, self.world_size = 0, 1
         self.absent.clear()
 
-    def failed(self, error: BaseException, text: str = "") -> None:
-        """Note the exception that ends this process, with the line of the script."""
-        line, text = line_of_error(error), text or (error.text if isinstance(error, HarnessError) else one_line(error))
+    def failed(self, error: BaseException) -> None:
+        """Note the exception that ends this process, with the line of the script; the first one tells."""
+        if isinstance(error, SystemExit) and (not error.code or self.ended):
+            return
+        text = error.text if isinstance(error, HarnessError) else one_line(error)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            text = f"sys.exit({error.code})" if error.__context__ is None else one_line(error.__context__)
+            error = error.__context__ or error
+        line = line_of_error(error)
         self.ended = f"{line}: {text}" if line and not text.startswith(line) else text
 
     def joins(self, rank: int, size: int) -> None:
@@ -120,6 +127,8 @@ class Ending:
             absent=tuple(self.absent.values()),
         )
         with suppress(Exception):
+            for leave in self.leaves if self.joined else ():
+                leave()
             for contribute in self.contributors:
                 record = contribute(record)
             told = self.joined or self.ended or self.absent or record.steps or record.trace is not None
@@ -173,22 +182,21 @@ def end(body: Callable[[], object]) -> NoReturn:
 
 
 def _code_of(error: SystemExit) -> int:
+    ENDING.failed(error)
     if error.code is None or isinstance(error.code, int):
-        if error.code and not ENDING.ended:
-            cause = error.__context__
-            ENDING.failed(cause or error, "" if cause else f"sys.exit({error.code})")
         return (error.code or 0) & 0xFF
     sys.stderr.write(f"{error.code}\n")
-    ENDING.failed(error)
     return 1
 
 
 def _print(error: BaseException) -> None:
-    """Print a traceback as Python would: without the calls that started the script."""
-    trace = error.__traceback__
-    while trace is not None and (_is_ours(trace.tb_frame) or "<frozen runpy>" in trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace or error.__traceback__), trace or error.__traceback__)
+    """Print a traceback as Python would: without what started the script and stands for a GPU."""
+    trace = None
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not (_is_ours(frame) or frame.f_code.co_filename.startswith("<frozen ")):
+            trace = types.TracebackType(trace, frame, frame.f_lasti, line)
+    trace = trace or error.__traceback__  # a fault of ours
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _is_ours(frame: types.FrameType) -> bool:

@@ -236,7 +236,7 @@ class Watcher:
             else:
                 self.not_watched = NO_STEP
         elif self.trace is None and self.count and not self.not_watched:
-            self.not_watched = NO_FORWARD
+            self.not_watched = NO_FORWARD if self.count > 1 else NO_STEP
         self._look_at_losses()
 
     # Optimizers

@@ -7,7 +7,7 @@ import pytest
 from harness.errors import HarnessError
 from harness.plugins.exec.report import answer_of, lines
 from harness.plugins.exec.request import Absent, ProcessRecord
-from harness.plugins.exec.supervise import Outcome, Stack, _stack, check_room
+from harness.plugins.exec.supervise import Outcome, Stack, check_room, stack_of
 from harness.plugins.exec.worker.script import main_of
 
 LAUNCHER = ProcessRecord(pid=1, rank=0, world_size=1, ended="ChildFailedError: rank 1", exit_code=1)
@@ -62,7 +62,7 @@ Current thread 0x02 (most recent call first):
 
 
 def test_the_innermost_line_of_the_script_is_found_in_stacks() -> None:
-    assert _stack(7, 1, DUMP) == Stack(pid=7, rank=1, line="/home/me/train.py:12", call="all_reduce")
+    assert stack_of(7, 1, DUMP) == Stack(pid=7, rank=1, line="/home/me/train.py:12", call="all_reduce")
 
 
 def test_more_ranks_than_there_is_memory_for_are_refused() -> None:
