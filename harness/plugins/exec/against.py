@@ -17,7 +17,6 @@ from harness.checks.check import Rule
 from harness.checks.comparison import Compared, first_wrong
 from harness.checks.parity import FLOAT32_LOSS, GRADIENTS, LOSS, PARAMETERS, REPLICAS
 from harness.engine.node import Scratch
-from harness.errors import HarnessError
 from harness.headline import headline_of
 from harness.plugins.exec.request import ExecRequest, OneRankRecord
 from harness.plugins.exec.supervise import Bounds, Outcome, run
@@ -51,27 +50,24 @@ class Against(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        if self.not_compared:
-            return "not compared"
-        return "wrong" if self.findings else "equal"
+        if self.findings:
+            return "wrong"
+        return "not compared" if self.not_compared else "equal"
 
     def table(self) -> Table:
         """Return a row for every step; distances relative to the norm of what one rank has."""
-        rows = [(str(row.step), f"{row.loss:.5f}", f"{row.one_rank:.5f}", *map(_shown, row[3:])) for row in self.rows]
+        worst = [[f"{far:.2g} {name}" for far, name in row[3:]] for row in self.rows]
+        rows = [
+            (f"{one.step}", f"{one.loss:.5f}", f"{one.one_rank:.5f}", *far)
+            for one, far in zip(self.rows, worst, strict=True)
+        ]
         columns = ("step", "loss", "one rank", "worst gradient", "worst update")
         return Table(columns=columns, rows=tuple(rows), right=(0, 1, 2))
 
 
-def _shown(worst: tuple[float, str]) -> str:
-    return f"{worst[0]:.2g} {worst[1]}"
-
-
 def read(folder: Path) -> list[OneRankRecord]:
-    """Return what the ranks of a run recorded. HarnessError where none did."""
-    files = sorted(folder.glob("lineup-*.msgpack"))
-    if not files:
-        what = "no step of an optimizer was recorded whose parameters are those of one module that is called."
-        raise HarnessError(what, where="--against-one-rank", fix="leave that option out.")
+    """Return what the ranks of a run recorded."""
+    files = folder.glob("lineup-*.msgpack")
     records = (msgspec.msgpack.decode(file.read_bytes(), type=OneRankRecord) for file in files)
     return sorted(records, key=lambda record: record.rank)
 
@@ -99,7 +95,10 @@ def compare(ranks: Sequence[OneRankRecord], one: OneRankRecord) -> Against:
         lost["gradients"] = "one rank has none"
     if len(ranks) < ranks[0].world_size:
         lost["ranks"] = f"only {format_ranks([record.rank for record in ranks])} took a step of an optimizer"
-    return Against(rows, allowed, [*_replicas(ranks), *_findings(compared, len(ranks))], lost)
+    findings = [] if lost else [*_findings(compared, ranks)]
+    if findings and not findings[0].notes and dtype == "bfloat16" and ranks[0].shares_linears:
+        lost["rounding"], findings = "tensor-parallel ranks round partial sums to bfloat16 before they cast them", []
+    return Against(rows, allowed, [*([] if "the forward" in lost else _replicas(ranks)), *findings], lost)
 
 
 def _once(ranks: Sequence[OneRankRecord]) -> Iterator[OneRankRecord]:
@@ -161,7 +160,7 @@ def _worst(compared: Sequence[Compared]) -> tuple[float, str]:
     return (math.nan, "") if worst is None else (worst.distance, worst.module or "")
 
 
-def _findings(compared: Sequence[Compared], ranks: int) -> Iterator[Finding]:
+def _findings(compared: Sequence[Compared], ranks: Sequence[OneRankRecord]) -> Iterator[Finding]:
     """Yield what is too far off in the first step where something is: the loss, gradients, updated parameters."""
     wrong = [one for one in compared if not one.good]
     first = min((one.step for one in wrong), default=0)
@@ -178,19 +177,32 @@ def _findings(compared: Sequence[Compared], ranks: int) -> Iterator[Finding]:
             "norm": getattr(found, "norm", math.nan),
             "reference": getattr(expected, "norm", math.nan),
         }
-        yield told.finding(noun=noun, notes=tuple(_factor(of_rule, noun, ranks)), **norms)
+        what, fix = _cause(of_rule, noun, [record.labels[first - 1 : first] for record in ranks])
+        yield told.finding(noun=noun, notes=[what] if what else [], fix=fix, **norms)
         return
 
 
-def _factor(compared: Sequence[Compared], noun: str, ranks: int) -> Iterator[str]:
-    """Say by which number they are off, where it is the same of all and follows from the number of ranks."""
+def _cause(compared: Sequence[Compared], noun: str, labels: Sequence[tuple[int, ...]]) -> tuple[str, str | None]:
+    """Say by which number they are off, where all are by one that follows from the number of ranks; and the way on.
+
+    `labels`: how many each rank has.
+    """
+    ranks, of_gradients = len(labels), compared[0].rule is GRADIENTS
     pairs = [one.of for one in compared if not one.good and one.of and one.of[0]]
-    for times, what in ((ranks, "summed over ranks, not averaged"), (1 / ranks, "averaged once too often")):
+    of_lr = "the learning rate depends on the number of ranks", "give the optimizer the same lr on any number of ranks."
+    for times, *of_grad in (
+        (ranks, "summed over ranks, not averaged", f"divide them, or the loss, by {ranks} once."),
+        (1 / ranks, "averaged once too often", f"FSDP2 and DDP average already: do not divide by {ranks} again."),
+    ):
         scaled = [math.isclose(found.norm, times * right.norm, rel_tol=_SAME_FACTOR) for found, right in pairs]
         if scaled and ranks > 1 and all(scaled):
-            size = f"{ranks} times" if times > 1 else f"1/{ranks} of"
-            why = what if compared[0].rule is GRADIENTS else "the learning rate depends on the number of ranks"
-            yield f"{len(scaled)} of {len(compared)} {noun} are {size} the one rank's: {why}"
+            size, (why, fix) = f"{ranks} times" if times > 1 else f"1/{ranks} of", of_grad if of_gradients else of_lr
+            return f"{len(scaled)} of {len(compared)} {noun} are {size} the one rank's: {why}", fix
+    if of_gradients and len(set(labels)) > 1:
+        counts = ", ".join(str(sum(count)) for count in labels)
+        fix = "divide the sum of each rank by the labels of all ranks (all_reduce them first), times their number."
+        return f"ranks have {counts} labels, and the mean of their means is not the mean over all", fix
+    return "", None
 
 
 def _replicas(ranks: Sequence[OneRankRecord]) -> Iterator[Finding]:
@@ -215,7 +227,10 @@ def run_both(request: ExecRequest, bounds: Bounds) -> tuple[Outcome, Against | N
         if of_one.exit_code or of_one.ended_for:
             why = of_one.ended_for or next((each.ended for each in of_one.records if each.ended), "it failed")
             return outcome, Against((), 0.0, (), {"one rank": why})
-        return outcome, compare(ranks, read(other.path)[0])
+        one = read(other.path)
+        if not ranks or not one:
+            return outcome, Against((), 0.0, (), {"the model": "no module is called that has all that is trained"})
+        return outcome, compare(ranks, one[0])
     finally:
         scratch.close()
         other.close()
@@ -223,8 +238,10 @@ def run_both(request: ExecRequest, bounds: Bounds) -> tuple[Outcome, Against | N
 
 def lines(against: Against) -> Iterator[str]:
     """Yield what is printed of it."""
-    yield from text_of([against.table()]).splitlines()
-    yield f"exec: beside one rank: {against.verdict}; gradients may be {float(against.allowed):.2g} off"
+    if against.not_compared.keys().isdisjoint(("weights", "the forward", "the model", "one rank")):
+        yield from text_of([against.table()]).splitlines()
+    allowed = f"; gradients may be {float(against.allowed):.2g} off" if against.rows else ""
+    yield f"exec: beside one rank: {against.verdict}{allowed}"
     for name, why in against.not_compared.items():
         yield f"exec: not lined up: {name}: {why}"
     if against.findings:

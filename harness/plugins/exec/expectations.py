@@ -19,17 +19,28 @@ from harness.errors import HarnessError
 from harness.hints import EXEC
 from harness.matrix.case import Case
 from harness.plugins.exec.request import ProcessRecord
+from harness.text import counted
 from harness.trace import RankTrace
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 _COMMENT = re.compile(r"^\s*#\s*fp8-harness:\s*(?P<text>.+?)\s*$", re.MULTILINE)
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")  # of a layer
 
 _rule = Rules("expected", Stage.MODEL)
-OPTION = _rule("option", "{name} is {here}, and {there} is meant", key=("name",))
-CASTS = _rule("casts", "{what} {count:n time} a step, and {meant} are meant", stage=Stage.SCALES, located=True)
-MATMULS = _rule("matmuls", "{what} {count:n time} a step, and {meant} are meant", stage=Stage.EXECUTION, located=True)
-COLLECTIVES = _rule("collectives", "{what} {count:n time} a step, and {meant} are meant", stage=Stage.COLLECTIVES)
+_MEANT = f"If it is meant, record it: `{EXEC} --record FILE -- COMMAND`."
+OPTION = _rule(
+    "option", "{name} is {here}, and {there} is meant", key=("name",), fix=f"set {{name}} to {{there}}. {_MEANT}"
+)
+NOT_IN_FLOAT8 = _rule(
+    "not-in-float8",
+    "no operand of {module} is cast to float8, and {meant:n cast} a step are meant",
+    located=True,
+    fix=f"convert it: look at the filter of modules, and at the recipe. {_MEANT}",
+)
+_OTHER = "{what} {count:n time} a step, and {meant} are meant"
+CASTS = _rule("casts", _OTHER, stage=Stage.SCALES, located=True, fix=_MEANT)
+MATMULS = _rule("matmuls", _OTHER, stage=Stage.EXECUTION, located=True, fix=_MEANT)
+COLLECTIVES = _rule("collectives", _OTHER, stage=Stage.COLLECTIVES, fix=_MEANT)
 RULES = _rule.declared
 
 # Options that say how long a run is, and not what it does.
@@ -37,10 +48,13 @@ _LENGTHS = frozenset({"steps", "global_batch", "seq_len", "seed", "lr"})
 
 
 class Meant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is meant: options by name, rules of `unmeant.toml` that hold, and counts of a step of rank 0, by words."""
+    """What is meant: options by name, rules of `unmeant.toml` that hold, other ones that may be broken, and
+    counts of a step of rank 0, by words.
+    """
 
     options: Mapping[str, str | int | float | bool] = {}
     rules: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
     casts: Mapping[str, int] = {}
     matmuls: Mapping[str, int] = {}
     collectives: Mapping[str, int] = {}
@@ -72,8 +86,9 @@ def in_comments(script: Path) -> Meant | None:
         fix = 'write `# fp8-harness: reduce_dtype = "bfloat16"`, or `# fp8-harness: expect FILE`.'
         raise HarnessError(f"its comment is no line of TOML: {error}.", where=str(script), fix=fix) from error
     base = read(script.parent / files[0]) if files else Meant()
-    rules = tuple(options.pop("rules", ()))
-    return msgspec.structs.replace(base, options={**base.options, **options}, rules=(*base.rules, *rules))
+    rules, allowed = (tuple(options.pop(name, ())) for name in ("rules", "allowed"))
+    options, rules, allowed = {**base.options, **options}, (*base.rules, *rules), (*base.allowed, *allowed)
+    return msgspec.structs.replace(base, options=options, rules=rules, allowed=allowed)
 
 
 def meant_by(case: Case, traces: Sequence[RankTrace]) -> Meant:
@@ -99,8 +114,9 @@ def meant_by_records(records: Sequence[ProcessRecord]) -> Meant:
 def written(meant: Meant) -> str:
     """Return the text of the file."""
     lines = [f"# What this script does in a step. `{EXEC} --expect` finds what is otherwise."]
-    if meant.rules:
-        lines.append(f"rules = {msgspec.json.encode(meant.rules).decode()}")
+    for name in ("rules", "allowed"):
+        if names := getattr(meant, name):
+            lines.append(f"{name} = {msgspec.json.encode(names).decode()}")
     for name in ("options", "casts", "matmuls", "collectives"):
         table: Mapping[str, object] = getattr(meant, name)
         lines += [
@@ -139,25 +155,42 @@ def differences(meant: Meant | None, case: Case, traces: Sequence[RankTrace]) ->
             raise HarnessError(f"there is no option '{name}'.", where="what is meant", fix=fix)
         here = _plain(found[name])
         if here != there and not (name == "reduce_dtype" and case.train.reduce_dtype == there):
-            yield OPTION.finding(name=name, here=str(here), there=str(there), expected=str(there), found=str(here))
+            fix = str(OPTION.fix).format(name=name, there=there)
+            words: dict[str, Value] = {"name": name, "here": str(here), "there": str(there)}
+            yield OPTION.finding(expected=str(there), found=str(here), fix=fix, values=words)
     first = min(traces, key=lambda trace: trace.rank)
+    casts, lost = _by_module(_casts(first)), _by_module(meant.casts)
+    for module in lost.keys() - casts.keys():
+        values: dict[str, Value] = {"meant": lost[module]}
+        expected = counted(lost[module], "cast")
+        yield NOT_IN_FLOAT8.finding(step=_step(first), module=module, expected=expected, found="none", values=values)
     for rule, wanted, counts in (
         (CASTS, meant.casts, _casts(first)),
         (MATMULS, meant.matmuls, _matmuls(first)),
         (COLLECTIVES, meant.collectives, _collectives(first)),
     ):
         wrong = [what for what in sorted({*wanted, *counts}) if wanted and wanted.get(what, 0) != counts.get(what, 0)]
+        wrong = [what for what in wrong if rule is COLLECTIVES or _module(what) in casts or _module(what) not in lost]
         for what in wrong[:1]:
             here, there = counts.get(what, 0), wanted.get(what, 0)
             more = {"notes": [f"and {len(wrong) - 1} more are otherwise"]} if len(wrong) > 1 else {}
             yield rule.finding(
                 step=_step(first),
-                module=what.partition(":")[0] if rule is not COLLECTIVES else None,
+                module=_module(what) if rule is not COLLECTIVES else None,
                 expected=f"{there} a step",
                 found=f"{here} a step",
-                values={"what": what, "count": here, "meant": there},
+                values={"what": what.rpartition(": ")[2], "count": here, "meant": there},
                 **more,  # type: ignore[arg-type]
             )
+
+
+def _module(what: str) -> str:
+    return what.partition(":")[0]
+
+
+def _by_module(counts: Mapping[str, int]) -> dict[str, int]:
+    modules = [(_module(what), count) for what, count in counts.items()]
+    return {name: sum(count for of, count in modules if of == name) for name, _ in modules}
 
 
 def _step(trace: RankTrace) -> int:

@@ -5,7 +5,8 @@ A rule that follows from the formula of a case is left out (`unmeant.toml`): a s
 
 import fnmatch
 import functools
-import math
+import itertools
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,13 @@ from harness.checks.catalogue import CHECKS, by_cause
 from harness.checks.check import Check, Rules, Stage, Witnesses, merge_ranks
 from harness.checks.judge import judge
 from harness.checks.parity import replicas
+from harness.checks.reported import LOSS
+from harness.checks.scales import RULES as CASTS
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.model import Model, found_model
 from harness.matrix.case import Case, Checkpointing
+from harness.matrix.layout import DP_AXES, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.plugins.exec.expectations import Meant, differences, meant_by
 from harness.plugins.exec.request import RECORDED, TARGET, ProcessRecord
@@ -39,6 +43,34 @@ OTHERWISE = _rule(
     key=("name",),
     fix="convert, wrap and distribute the model alike on every rank.",
 )
+MISSED = _rule(
+    "step-missed",
+    "{ranks} made {count:n optimizer step}, where {there} made {meant}",
+    stage=Stage.RUN,
+    fix="call optimizer.step() on all ranks or on none: all_reduce first what decides about it.",
+)
+TWICE = _rule(
+    "backward-twice",
+    "backward() begins twice from one loss ({line}): its gradients are added twice",
+    fix="call backward() once for each loss.",
+)
+KEPT = _rule(
+    "gradients-kept",
+    "backward() adds to the gradients of the step before, and the optimizer steps with both ({line})",
+    fix="call optimizer.zero_grad() behind each optimizer.step().",
+)
+SAME_BATCH = _rule(
+    "same-batch",
+    "data-parallel {ranks} got the same batch in each of {steps:n step}",
+    stage=Stage.DATA,
+    fix="give each rank its part: DistributedSampler, accelerator.prepare(loader), a seed of the rank. Where it is "
+    'meant: `# fp8-harness: allowed = ["watch/same-batch"]` in the script, or that line in the file of --expect.',
+)
+UNLIKE = _rule(
+    "converted",
+    "{count:n linear computes|linears compute} in float8 on {there}, and not on {ranks}: {names}",
+    fix="convert the same modules on every rank: let no filter depend on the rank.",
+)
 NO_NUMBER = _rule("loss", "the loss is {value} in step {step} on rank {rank}", stage=Stage.NO_NUMBER, numeric=True)
 NOT_IN_MODEL = _rule(
     "not-in-model",
@@ -54,6 +86,12 @@ FLUSHED = _rule(
 )
 OTHER_NUMBER = _rule("number", "{kind} of {module} is {distance:.2g} away from the first record's", numeric=True)
 RULES = _rule.declared
+_COMPARE_RANKS = (
+    "parity/replicas|scales/(different-per-rank|replicas|shared|amax|range)",
+    "model/(parameter|shape|linear|trained|buffer)|fp8_on/(not-)?converted|updates/no-update",
+)
+_COUNT = ("(scales|matmuls)/number",)
+_OF_A_STEP = (*_COUNT, "(traffic|recompute)/.*|lifetime/gathered")
 _MOST_FLUSHED = 0.5  # a cast that loses half of what is not zero keeps no gradient
 
 
@@ -106,32 +144,45 @@ def judge_records(
     records = sorted(records, key=lambda record: record.rank)
     trained = [record for record in records if record.trace is not None and record.case is not None]
     ended = [_failure(record) for record in records if record.ended]
-    own = [*_unwatched(records), *_later_losses(records)]
+    own = [*_unwatched(records), *_later_losses(records), *_mistakes(records), *_missed(records)]
     if not trained or len(trained) < trained[0].world_size or trained[0].case is None:
-        return _failed(ended, own, numerics)
+        return _failed(ended, [*own, *_otherwise(records), *_unlike(records)], numerics)
     case = trained[0].case
+    if any(finding.rule == MISSED.name for finding in own):  # what ranks call step 2 is no longer one step
+        return Judged(findings=by_cause(own), case=case)
     traces = _with_global_norms([record.trace for record in trained if record.trace is not None])
-    own += [*_otherwise(trained), *differences(meant, case, traces)]
-    judged = _judged(_checkpointed(case, traces), Run(traces=traces, failures=()), numerics, meant)
+    own += [*_otherwise(trained), *_same_batches(trained), *differences(meant, case, traces)]
+    run = Run(traces=traces, failures=())
+    judged = _judged(_checkpointed(case, traces), run, numerics, meant, _unknown(trained, case))
+    allowed = () if meant is None else meant.allowed
+    found = (finding for finding in (*own, *judged.findings) if finding.rule not in allowed)
     failures = _failed(ended, [], numerics).findings
-    return replace(judged, findings=(*by_cause((*own, *judged.findings)), *failures), case=case)
+    return replace(judged, findings=(*_loss_first(by_cause(found)), *failures), case=case)
 
 
 def _failed(ended: Sequence[RankFailure], own: Sequence[Finding], numerics: Numerics) -> Judged:
     """Return how ranks ended that no trace is complete of."""
     if not ended:
         return Judged(findings=by_cause(own))
-    judgement = judge(
-        Case(target=TARGET),
-        Run(traces=(), failures=tuple(ended)),
-        "crash",
-        Witnesses(expect=Expectations(Case(target=TARGET), numerics=numerics)),
-        checks_of_scripts(),
-    )
+    case, run = Case(target=TARGET), Run(traces=(), failures=tuple(ended))
+    judgement = judge(case, run, "crash", Witnesses(expect=Expectations(case, numerics=numerics)), checks_of_scripts())
     return Judged(findings=(*judgement.findings, *own), checks=judgement.checks)
 
 
-def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None) -> Judged:
+def _unknown(records: Sequence[ProcessRecord], case: Case) -> re.Pattern[str]:
+    """Return the rules that compare what is not known to be alike.
+
+    Ranks that share more than parameters may hold others. Two losses of one forward have a backward pass each. Where
+    optimizers step in turn, no step is a whole one.
+    """
+    exchanged = case.layout.dp_replicate * case.layout.tp > 1 and any(record.exchanged for record in records)
+    passes = (pair for record in records for steps in record.stepped for pair in itertools.pairwise((0, *steps)))
+    several = max((after - before for before, after in passes), default=0) > case.train.accumulation
+    in_turn = any(len({*record.stepped}) > 1 for record in records)
+    return re.compile("|".join(_COMPARE_RANKS * exchanged + _COUNT * several + _OF_A_STEP * in_turn) or "(?!)")
+
+
+def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None, unknown: re.Pattern[str]) -> Judged:
     expect = Expectations(case, _linears(case, run.by_rank), numerics=numerics)
     witnesses = Witnesses(expect=expect, records=RECORDED)
     judgement = judge(case, run, "ok", witnesses, checks_of_scripts())
@@ -139,9 +190,9 @@ def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None) -> Ju
     if run.traces and case.layout.pp == 1:
         found += (*replicas(case, run, {}), *merge_ranks(run, _flushed))
     asked = () if meant is None else meant.rules
+    found = tuple(finding for finding in found if not unknown.fullmatch(finding.rule))
     kept = (finding for finding in found if not (is_unmeant(finding.rule, asked) or _is_of_batches(finding)))
-    names = tuple(check for check in judgement.checks)
-    return Judged(findings=by_cause(kept), checks=names, not_judged=judgement.not_judged)
+    return Judged(findings=by_cause(kept), checks=judgement.checks, not_judged=judgement.not_judged)
 
 
 def is_unmeant(rule: str, asked: Iterable[str] = ()) -> bool:
@@ -183,10 +234,8 @@ def _with_global_norms(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
     for trace in traces:
         for step in trace.steps:
             norms[step.step] = norms.get(step.step, 0.0) + step.grad_norm**2
-    return tuple(
-        replace(trace, steps=tuple(replace(step, grad_norm=norms[step.step] ** 0.5) for step in trace.steps))
-        for trace in traces
-    )
+    steps = ([replace(step, grad_norm=norms[step.step] ** 0.5) for step in trace.steps] for trace in traces)
+    return tuple(replace(trace, steps=tuple(own)) for trace, own in zip(traces, steps, strict=True))
 
 
 # What is wrong whatever was meant
@@ -204,11 +253,82 @@ def _later_losses(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
         yield NO_NUMBER.finding(step=step, rank=rank, expected="a finite number", found=str(value), value=str(value))
 
 
+def _mistakes(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
+    rules = {"twice": (TWICE, "one backward() of a loss"), "kept": (KEPT, "no gradients where backward() begins")}
+    for kind, (rule, expected) in rules.items():
+        seen = {record.rank: record.mistakes[kind] for record in records if kind in record.mistakes}
+        for step, line in sorted(seen.values())[:1]:
+            found = "two" if kind == "twice" else f"those of step {step - 1}"
+            yield rule.finding(step=step, ranks=seen, expected=expected, found=found, line=line or "in a package")
+
+
+def _missed(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
+    """Yield which rank did not step where others did. Of a run that failed only if ranks are as far by themselves."""
+    failed = any(record.exit_code for record in records)
+    if failed and len({record.backwards for record in records}) > 1:
+        return
+    for at in range(min(len(record.stepped) for record in records)):
+        steps = {record.rank: record.stepped[at] for record in records}
+        most = max(steps.values(), key=lambda made: (len(made), [-before for before in made]))
+        mine = min(steps.values(), key=len)
+        if len(mine) == len(most):
+            continue
+        step = 1 + next((at for at, pair in enumerate(zip(mine, most, strict=False)) if pair[0] != pair[1]), len(mine))
+        there = format_ranks([rank for rank, made in steps.items() if len(made) == len(most)])
+        yield MISSED.finding(
+            step=step,
+            ranks=[rank for rank, made in steps.items() if len(made) == len(mine)],
+            expected=f"optimizer step {step}, as on {there}",
+            found="none",
+            values={"count": len(mine), "meant": len(most), "there": there},
+        )
+        return
+
+
+def _same_batches(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
+    """Yield data-parallel ranks with the same inputs and losses, bit for bit, in all steps. Inputs change by step."""
+    got: dict[tuple[object, ...], list[int]] = {}
+    for record in records:
+        losses = tuple(step.loss for step in record.trace.steps) if record.trace is not None else ()
+        of_dp = peers(record.case.layout, record.rank, DP_AXES) if record.case is not None else ()
+        if not record.exchanged and len({inputs for inputs in record.inputs if inputs}) > 1:
+            got.setdefault((of_dp, record.inputs, losses), []).append(record.rank)
+    same = max(got.items(), key=lambda item: len(item[1]), default=None)
+    if same is not None and len(same[1]) > 1 and len(same[0][0]) > 1:  # type: ignore[arg-type]
+        expected, found = "other inputs on each of them", "the same bits, and equal losses"
+        yield SAME_BATCH.finding(ranks=same[1], expected=expected, found=found, steps=len(records[0].inputs))
+
+
+def _unlike(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
+    """Yield what is converted on some ranks alone, of a run that failed before it could be traced."""
+    known = {record.rank: {*record.converted} for record in records if record.case is not None}
+    every = set[str]().union(*known.values())
+    for rank, mine in known.items():
+        lost = sorted(every - mine)
+        if lost:
+            ranks = [other for other, theirs in known.items() if not theirs.issuperset(lost)]
+            there = format_ranks([other for other in known if other not in ranks])
+            expected, found = f"the {len(every)} of {there}", f"{len(mine)} on rank {rank}"
+            names = ", ".join(lost[:3] + ["…"] * (len(lost) > 3))
+            yield UNLIKE.finding(ranks=ranks, expected=expected, found=found, names=names, count=len(lost), there=there)
+            return
+
+
+def _loss_first(findings: Sequence[Finding]) -> Sequence[Finding]:
+    """Return a loss that is no number in front of what it makes of casts in the backward pass of its step."""
+    begins = [(one.rule, one.operand.rpartition(" ")[2], one.step) for one in findings[:1]]
+    for loss in findings:
+        if loss.rule == LOSS.name and begins == [(CASTS.nonfinite.name, "backward", loss.step)]:
+            fix = "look at what the loss is made of: labels, masks, divisions. The forward casts only finite values."
+            return (replace(loss, fix=fix), *(other for other in findings if other is not loss))
+    return findings
+
+
 def _otherwise(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
     """Yield what of the case is another one on some rank."""
-    first, *others = [(record.rank, _parts(record.case)) for record in records if record.case is not None]
+    first, *others = [(record.rank, _parts(record.case)) for record in records]
     for name, there in first[1].items():
-        wrong = {rank: parts.get(name) for rank, parts in others if parts.get(name) != there}
+        wrong = {rank: parts.get(name) for rank, parts in others if parts.get(name, there) != there}
         if wrong:
             here = next(iter(wrong.values()))
             expected, found = f"{name} {there}, as on rank {first[0]}", f"{here} on {format_ranks(list(wrong))}"
@@ -217,8 +337,9 @@ def _otherwise(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
 
 
 def _parts(case: Case | None) -> dict[str, object]:
-    """Return every option of a case by its name in its part."""
-    assert case is not None, "only of ranks that trained"
+    """Return every option of a case by its name in its part; none of a rank that trained nothing."""
+    if case is None:
+        return {}
     parts = (case.layout, case.float8, case.checkpointing, case.train)
     named = {name: value for part in parts for name, value in asdict(part).items() if name != "steps"}
     return named | {"compile": case.compile}
@@ -228,20 +349,12 @@ def _flushed(trace: RankTrace) -> list[Finding]:
     """Return the first cast that loses most of its values, with the largest share of any."""
     casts = trace.operands.casts if trace.operands is not None else ()
     lost = [cast for cast in casts if cast.elements and cast.flushed / cast.elements > _MOST_FLUSHED]
-    if not lost:
-        return []
-    first = min(lost, key=lambda cast: (cast.step, cast.index))
-    share = first.flushed / first.elements
+    first = sorted(lost, key=lambda cast: (cast.step, cast.index))[:1]
+    expected = f"at most {_MOST_FLUSHED:g} of the values"
+    places = ((cast.step, cast.fqn, f"{cast.role} in {cast.phase}", cast.flushed / cast.elements) for cast in first)
     return [
-        FLUSHED.finding(
-            step=first.step,
-            module=first.fqn,
-            operand=f"{first.role} in {first.phase}",
-            expected=f"at most {_MOST_FLUSHED:g} of the values",
-            found=f"{share:.3g}",
-            size=share if math.isfinite(share) else None,
-            share=share,
-        )
+        FLUSHED.finding(step=step, module=fqn, operand=of, expected=expected, found=f"{of_all:.3g}", share=of_all)
+        for step, fqn, of, of_all in places
     ]
 
 
@@ -252,21 +365,15 @@ def compare(first: ProcessRecord, second: ProcessRecord, *, allowed: float = 0.0
     """
     if first.case is None or first.trace is None or second.case is None or second.trace is None:
         gap = first.not_watched or second.not_watched or NO_OPTIMIZER
-        raise HarnessError(
-            f"a record has no trace: {gap}.", where="compare", fix="compare records of what was trained."
-        )
+        fix = "compare records of what was trained."
+        raise HarnessError(f"a record has no trace: {gap}.", where="compare", fix=fix)
     counts = differences(meant_by(first.case, [first.trace]), second.case, [second.trace])
     distances = relative_distances(assemble([second.trace]), assemble([first.trace]), ignored=0.0)
     wrong = [(key.step, place, key) for place, key in enumerate(distances) if not distances[key] <= allowed]
-    numbers = (
-        OTHER_NUMBER.finding(
-            step=key.step,
-            module=key.fqn,
-            expected=f"at most {allowed:g}",
-            found=f"{distances[key]:.2g}",
-            size=distances[key],
-            values={"kind": key.kind, "distance": distances[key]},
-        )
-        for _, _, key in sorted(wrong)[:1]
-    )
+    numbers = []
+    for step, _, key in sorted(wrong)[:1]:
+        far, found = distances[key], f"{distances[key]:.2g}"
+        values: dict[str, Value] = {"kind": key.kind, "distance": far}
+        place = {"step": step, "module": key.fqn, "expected": f"at most {allowed:g}", "found": found, "size": far}
+        numbers.append(OTHER_NUMBER.finding(**place, values=values))  # type: ignore[arg-type]
     return (*counts, *numbers)

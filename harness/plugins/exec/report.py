@@ -1,5 +1,6 @@
 """What `exec` says at the end: how the command ended, by which line, and what it used that a CPU lacks."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -12,6 +13,7 @@ from harness.text import counted, format_ranks
 from harness.verdict import ExitCode, Finding
 
 _ABSENT_SHOWN = 8
+_LINE = re.compile(r"\S+\.py:\d+(?=: )")
 _ALONE = "let all ranks end alike, or raise what is wrong: the others were ended."
 # What an exception says, and the way on.
 _WAYS_ON = (
@@ -21,6 +23,7 @@ _WAYS_ON = (
     ("out of memory", "give the script a smaller model, or fewer ranks."),
     ("has ended: a GPU would wait", "let all ranks of the group make the same calls, and end together."),
     ("ImportError", "install the version of the package that the script needs."),
+    ("_for_cpu.default does not have a sharding strategy", "gather keys and values: no CPU runs torch's sharded one."),
     ("CollectiveMismatch", "let all ranks of the group make the same calls: on GPUs they would wait for each other."),
     ("AcceleratorError: CUDA error: invalid device ordinal", "give `-n` as many ranks as the script uses GPUs."),
     ("MemoryError", "give the script a smaller model or batch."),
@@ -59,7 +62,7 @@ def answer_of(outcome: Outcome, judged: Judged | None = None) -> Answer:
         ranks=max((1, *_sizes(outcome))),
         steps=max((record.steps for record in outcome.records), default=0),
         absent=tuple(_absent(outcome.records)),
-        not_watched=tuple(dict.fromkeys(record.not_watched for record in outcome.records if record.not_watched)),
+        not_watched=tuple(dict.fromkeys(reason for record in outcome.records for reason in _not_judged(record))),
         stacks=outcome.stacks,
         records=tuple(msgspec.structs.replace(record, trace=None) for record in outcome.records),
     )
@@ -69,6 +72,15 @@ def _sizes(outcome: Outcome) -> Iterator[int]:
     """Yield how many ranks each process knew of; those that were ended from outside recorded nothing."""
     yield from (record.world_size for record in outcome.records)
     yield from (stack.rank + 1 for stack in outcome.stacks if stack.rank is not None)
+
+
+def _not_judged(record: ProcessRecord) -> Iterator[str]:
+    if record.not_watched:
+        yield record.not_watched
+    if len({*record.stepped}) > 1:
+        yield "counts of casts, matmuls and collectives in a step: optimizers step in turn"
+    if record.exchanged:
+        yield f"what ranks hold alike: they share sequences, experts or stages by {record.exchanged}"
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -90,7 +102,9 @@ def _error(outcome: Outcome) -> tuple[str, str]:
         first = min(failed, key=lambda record: (_follows(record), record.rank))
         who = f"rank {first.rank}: " if first.world_size > 1 else ""
         alone = _ALONE if first.world_size > 1 and "exit(" in first.ended else ""
-        return f"{who}{first.ended}", _way_on(first.ended) or alone
+        places = [(other.rank, _LINE.match(other.ended)) for other in failed if "CollectiveMismatch" in first.ended]
+        others = [f"rank {rank} at {line[0]}" for rank, line in places if line is not None and rank != first.rank]
+        return f"{who}{first.ended}{'; ' if others else ''}{', '.join(others)}", _way_on(first.ended) or alone
     if early:
         ranks = format_ranks(sorted({record.rank for record in early}))
         return f"{ranks} ended with exit code {early[0].exit_code} and no exception", ""

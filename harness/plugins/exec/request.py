@@ -71,6 +71,14 @@ class ProcessRecord(Record, frozen=True, kw_only=True):
     trace: RankTrace | None = None
     not_finite: tuple[int, float] | None = None  # behind the recorded steps, the first whose loss is no number
     not_watched: str = ""  # why there is no trace although it trained
+    backwards: int = 0  # passes that began
+    stepped: tuple[tuple[int, ...], ...] = ()  # of every optimizer, how many of them before each of its steps
+    inputs: tuple[str, ...] = ()  # digests of what the model was called with in the recorded steps
+    converted: tuple[str, ...] = ()  # linears that compute in float8
+    exchanged: str = ""  # the first that its forward sent by itself: "all_to_all over ranks 0-1 (moe.py:40)"
+    # The first step and line of the script ("train.py:41") of what no script means, by kind: "twice", where backward
+    # began again from one loss, and "kept", where gradients of the step before were not cleared.
+    mistakes: Mapping[str, tuple[int, str]] = {}
     absent: tuple[Absent, ...] = ()
 
 
@@ -86,6 +94,8 @@ class OneRankRecord(Record, frozen=True, kw_only=True):
     loss_dtype: str = ""
     dtype: str = ""  # that linears compute in
     tokens: int = 1  # of the first tensor that the model was called with, a step
+    shares_linears: bool = False  # ranks add up partial sums of linears
+    labels: tuple[int, ...] = ()  # that losses of each step are means over
     batches: int = 1  # data-parallel ranks whose batches this rank trained on
     sketches: tuple[TensorSketch, ...] = ()
     not_lined_up: Mapping[str, str] = {}

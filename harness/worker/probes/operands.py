@@ -228,7 +228,9 @@ class OperandProbe(Probe):
 
     def watch_backward(self, original: Callable[..., Any], *, uses_weight: bool = False) -> Callable[..., Any]:
         def backward(ctx: Any, *args: Any) -> Any:
-            self._places.append(_Place(ctx.harness_pass, "backward"))
+            # Its forward may have run before anything was recorded.
+            by = getattr(ctx, "harness_pass", None) or self._lifetimes.begin(self._step, UNKNOWN, "backward")
+            self._places.append(_Place(by, "backward"))
             try:
                 if uses_weight:
                     self._record_gathered()

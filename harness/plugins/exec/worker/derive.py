@@ -1,5 +1,6 @@
 """Derives the case of a model that a script has built: layout, recipe and dtypes by parameters, modules and FSDP2."""
 
+import gc
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -28,7 +29,9 @@ from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.tensors.names import dtype_name
 from harness.worker.tensors.places import is_wrapped, local_part, local_tensor, unwrapped
 
+# Names of mesh axes that no parameter tells.
 _STAGES = ("pp", "pipe", "pipeline", "stage")
+_EXPERTS = ("ep", "expert", "experts", "expert_parallel")
 
 
 class Unlike(Exception):
@@ -65,14 +68,14 @@ def derive(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> Cas
 def _layout(model: nn.Module) -> Layout:
     """Return the degrees of every axis, which are those of FSDP2's groups and of the meshes of all other parameters."""
     axes: dict[str, tuple[int, ...]] = {"dp_replicate": (rank(),), "dp_shard": (rank(),), "tp": (rank(),)}
-    for name, ranks in _groups(model):
+    for name, ranks in groups(model):
         axes[name] = max(axes[name], ranks, key=len)
     degrees = {name: len(ranks) for name, ranks in axes.items()}
     rest, odd = divmod(world_size(), math.prod(degrees.values()))
     if odd:
         raise Unlike(f"meshes of {degrees} do not divide {world_size()} ranks")
-    pp = _stages(model)
-    degrees["pp"] = pp if rest % pp == 0 else 1
+    axes["pp"] = max(_stages(), key=len, default=(rank(),))
+    degrees["pp"] = len(axes["pp"]) if rest % len(axes["pp"]) == 0 else 1
     degrees["dp_replicate"] *= rest // degrees["pp"]
     layout = replace(Layout(), **degrees)
     for name, ranks in axes.items():
@@ -81,7 +84,7 @@ def _layout(model: nn.Module) -> Layout:
     return layout
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def groups(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the ranks of every axis that shares or repeats a parameter."""
     of_fsdp = set[tuple[int, ...]]()
     for param in fsdp_params(model):
@@ -98,22 +101,23 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _mesh_dims(held: DTensor) -> Iterator[tuple[tuple[int, ...], bool]]:
+    names = held.device_mesh.mesh_dim_names or ("",) * held.device_mesh.ndim
     for dim, placement in enumerate(held.placements):
         ranks = tuple(dist.get_process_group_ranks(held.device_mesh.get_group(dim)))
-        if len(ranks) > 1:
+        if len(ranks) > 1 and names[dim] not in _EXPERTS:  # which are other modules on every rank
             yield ranks, not placement.is_replicate()
 
 
-def _stages(model: nn.Module) -> int:
-    """Return the degree of the pipeline, where a mesh has an axis of that name."""
-    for held in map(unwrapped, model.parameters()):
-        mesh = getattr(held, "device_mesh", None)
-        root: DeviceMesh | None = None if mesh is None else mesh._get_root_mesh()
-        names = (root.mesh_dim_names or ()) if root is not None else ()
-        for dim, name in enumerate(names):
-            if root is not None and name in _STAGES:
-                return root.size(dim)
-    return 1
+def _stages() -> Iterator[tuple[int, ...]]:
+    """Yield the ranks of pipelines: of stages that torch made, and of mesh axes of that name."""
+    pipelining: Any = sys.modules.get("torch.distributed.pipelining")
+    for found in gc.get_objects():
+        if issubclass(type(found), DeviceMesh):
+            for dim, name in enumerate(found.mesh_dim_names or ()):
+                if name in _STAGES:
+                    yield tuple(dist.get_process_group_ranks(found.get_group(dim)))
+        elif pipelining is not None and issubclass(type(found), pipelining.PipelineStage):
+            yield tuple(dist.get_process_group_ranks(found.group or dist.group.WORLD))
 
 
 # The recipe
@@ -183,7 +187,8 @@ def _casts_in_hooks(modules: Collection[nn.Module]) -> bool:
 
 def _train(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> Train:
     kept = {dtype_name(local_part(param).dtype) for param in model.parameters() if param.requires_grad}
-    policies = [policy for policy in map(_policy, model.modules()) if policy is not None]
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    policies: list[Any] = [unit._get_fsdp_state()._mp_policy for unit in units]
     narrow = {dtype_name(policy.param_dtype) for policy in policies if policy.param_dtype is not None}
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         device = "cpu" if torch.is_autocast_enabled("cpu") else "cuda"
@@ -202,7 +207,3 @@ def _train(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> Tra
         reduce_dtype="bfloat16" if reduced == {"bfloat16"} else "float32",
         optimizer="sgd" if any(isinstance(optimizer, SGD) for optimizer in optimizers) else "adamw",
     )
-
-
-def _policy(module: nn.Module) -> Any:
-    return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None

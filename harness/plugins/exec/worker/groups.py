@@ -76,6 +76,8 @@ def install(folder: Path) -> None:
     module.default_pg_nccl_timeout = timedelta(minutes=10)
     for place in (module, dist):  # a build for CPUs has no such name
         vars(place)["ProcessGroupNCCL"] = ProcessGroupNCCL
+        # torch asks where the tensors are for the backend that joins them.
+        vars(place)["batch_isend_irecv"] = lambda ops: [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]
     group: Any = c10d.FakeProcessGroup
     group._get_sequence_number_for_group = lambda self: 0
     for name in _QUIET.split():
@@ -94,6 +96,7 @@ def install(folder: Path) -> None:
 
     whole.barrier = barrier
     _meshes_on_cpu()
+    _ddp_on_cpu()
     _fsdp_on_cpu()
 
 
@@ -127,6 +130,18 @@ class _Shards:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed + int(shard))
             yield
+
+
+def _ddp_on_cpu() -> None:
+    """DDP compares where parameters are with the GPU that it is told."""
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    stock = ddp.__init__
+
+    def on_the_cpu(self: Any, module: Any, *args: Any, **given: Any) -> None:
+        given |= {name: None for name in ("device_ids", "output_device") if name in given}
+        stock(self, module, *(None for _ in args[:2]), *args[2:], **given)
+
+    ddp.__init__ = on_the_cpu
 
 
 def _fsdp_on_cpu() -> None:

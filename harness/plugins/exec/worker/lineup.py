@@ -26,6 +26,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.plugins.exec.request import ExecRequest, OneRankRecord
+from harness.plugins.exec.worker.derive import groups
+from harness.plugins.exec.worker.follow import Exchanges, follow
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.sketches import sketch
 from harness.worker.process.process import in_backward
@@ -96,20 +98,20 @@ class Lineup:
         self.step = 0
         self.given, self.calls, self.lined = Given(), dict[str, int](), dict[str, str]()
         self.ranks = list[Given]()
-        self.losses, self.sketches = list[float](), dict[tuple[int, str, str], Any]()
+        self.labels, self.losses, self.sketches = list[int](), list[float](), dict[tuple[int, str, str], Any]()
         self.dtype, self.loss_dtype, self.tokens = "", "", 1
         self.model: nn.Module | None = None
         self._optimizers = list[weakref.ref[Optimizer]]()
-        self._has_stepped, self._has_gradients, self._inside, self._iterators = True, False, False, 0
+        self._has_stepped, self._has_gradients, self._iterators = True, False, 0
         self._over = False
         self._has_labels = source is None  # the loss is told of the rows that the model got
 
     def install(self) -> None:
-        self._follow(Optimizer, "__init__", after=lambda made, *_, **__: self._optimizers.append(weakref.ref(made)))
-        self._follow(torch.autograd, "backward", before=self._backward)
+        follow(Optimizer, "__init__", after=lambda made, *_, **__: self._optimizers.append(weakref.ref(made)))
+        follow(torch.autograd, "backward", before=self._backward)
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in filter(functools.partial(hasattr, owner), _CLIPS):
-                self._follow(owner, name, before=lambda *_, **__: self._gradients())
+                follow(owner, name, before=lambda *_, **__: self._gradients())
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(lambda *_: self._updated())
         for name in _LOSSES:
@@ -124,20 +126,7 @@ class Lineup:
             return lineup._call(module, *args, **kwargs)
 
         module.__call__ = called
-
-    def _follow(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
-        stock = getattr(owner, name)
-
-        @functools.wraps(stock)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before(*args, **kwargs)
-            result = stock(*args, **kwargs)
-            if after is not None:
-                after(*args, **kwargs)
-            return result
-
-        setattr(owner, name, followed)
+        self._exchanges = Exchanges()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A closure that the optimizer is given makes the gradients."""
@@ -173,10 +162,7 @@ class Lineup:
         module.register_forward_hook(self._after_forward, always_call=True)
         linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
         for linear in linears[-1:]:
-            linear.register_forward_hook(self._note_dtype)
-
-    def _note_dtype(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        self.dtype = dtype_name(output.dtype)
+            linear.register_forward_hook(lambda _, __, output: setattr(self, "dtype", dtype_name(output.dtype)))
 
     @property
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -195,14 +181,14 @@ class Lineup:
                     os._exit(0)
                 return None
             self._begin()
-        self._inside = True
+        self._exchanges.inside = True
         handed = self._hand("model", (args, kwargs))
         tensors = (leaf for leaf in tree_flatten(handed or (args, kwargs))[0] if isinstance(leaf, torch.Tensor))
         self.tokens = next((tensor.numel() for tensor in tensors), 1)
         return handed
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._inside = False
+        self._exchanges.inside = False
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
         scalars = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() == 1)
         self._has_labels |= any(scalar.requires_grad for scalar in scalars)
@@ -212,6 +198,7 @@ class Lineup:
     def _begin(self) -> None:
         self.step, self._has_stepped, self._has_gradients = self.step + 1, False, False
         self.losses.append(0.0)
+        self.labels.append(0)
         file = f"weights-{self.step}-{{}}.pt"
         if self.source is None:
             held = {name: (place_of(param)[:2], local_shard(param).clone()) for name, param in self.parameters}
@@ -223,17 +210,20 @@ class Lineup:
 
     def _write(self, files: Sequence[Path]) -> None:
         """Write the weights that all ranks had into the model of this one."""
-        named, missing = dict(self.parameters), dict(self.parameters)
+        named, missing, written = dict(self.parameters), dict(self.parameters), set[tuple[str, tuple[int, ...]]]()
         for file in files:
             for name, ((shape, offset), shard) in torch.load(file).items():
                 param = named.get(name)
                 if param is None or place_of(param).shape != shape:
                     self.lined["weights"] = f"one rank has no parameter {name} of shape {tuple(shape)}"
                     continue
-                missing.pop(name, None)
-                local_shard(param)[part_at(offset, shard.shape)].copy_(shard)
+                mine = local_shard(param)[part_at(offset, shard.shape)]
+                if missing.pop(name, None) is None and (name, offset) in written and not torch.equal(mine, shard):
+                    self.lined["weights"] = f"ranks have other values of one part of {name}"
+                written.add((name, offset))
+                mine.copy_(shard)
         if missing:
-            self.lined["weights"] = f"the ranks have no parameter {next(iter(missing))}"
+            self.lined.setdefault("weights", f"the ranks have no parameter {next(iter(missing))}")
         weights = [local_tensor(param) for param in named.values()]
         wrapped = [each for each in weights if isinstance(each, WeightWithDynamicFloat8CastTensor)]
         if self.model is not None and any(each._precomputed_scale is not None for each in wrapped):
@@ -271,6 +261,8 @@ class Lineup:
         random = [name for name, each in modules if isinstance(each, nn.Dropout) and each.p and each.training]
         if random:
             self.lined["dropout"] = f"{random[0]} draws other random numbers on one rank: set it to 0"
+        if self._exchanges.first:
+            self.lined["the forward"] = f"ranks share sequences, experts or stages by {self._exchanges.first}"
         if self.source is None:
             torch.save(self.given, self.folder / f"inputs-{_rank()}.pt")
         record = OneRankRecord(
@@ -278,6 +270,8 @@ class Lineup:
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             losses=tuple(self.losses),
             loss_dtype=self.loss_dtype,
+            labels=tuple(self.labels),
+            shares_linears=any(name == "tp" for name, _ in groups(self.model)),
             dtype=self.dtype,
             tokens=self.tokens,
             batches=max(1, len(self.ranks)),
@@ -338,8 +332,11 @@ class Lineup:
 
         @functools.wraps(stock)
         def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            outside = self.model is not None and not self._inside and not self._has_stepped
-            if outside and torch.is_grad_enabled() and not in_backward():
+            trains = self.model is not None and torch.is_grad_enabled() and not (in_backward() or self._has_stepped)
+            if trains:
+                with unobserved():
+                    self.labels[-1] += int((local_part(target) != kwargs.get("ignore_index", -100)).sum())
+            if trains and not self._exchanges.inside:
                 handed = self._hand(name, target)
                 target = target if handed is None else handed
             return stock(input, target, *args, **kwargs)

@@ -8,6 +8,7 @@ behind its optimizer belongs to it. No rank sends anything here: a script may do
 import math
 import os
 import resource
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,22 +19,27 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
 from harness.plugins.exec.request import RECORDED, UNCOMPILED, ProcessRecord
 from harness.plugins.exec.worker.derive import Unlike, derive, rank, world_size
+from harness.plugins.exec.worker.follow import Exchanges, follow
+from harness.plugins.exec.worker.script import line_of_frame
 from harness.request import Arithmetic, numerics_of
 from harness.trace import RankTrace, StepTrace
 from harness.worker.dispatch_hooks.hook import install_hooks, unobserved
 from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
-from harness.worker.probes.discovery import Discovery
+from harness.worker.probes.discovery import Discovery, is_converted
 from harness.worker.probes.probe import ProbeSet
 from harness.worker.probes.updates import Updates
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS, in_backward
-from harness.worker.tensors.names import mark_owned
-from harness.worker.tensors.places import local_shard
+from harness.worker.tensors.digests import digest
+from harness.worker.tensors.names import clean_fqn, mark_owned
+from harness.worker.tensors.places import local_part, local_shard
 from harness.worker.tensors.reduction import reducing_once, squared_norm_share
 from harness.worker.training.train import software
 from harness.worker.virtual.device import install as install_virtual
@@ -58,8 +64,12 @@ class Recording:
         self._probes.attach(model)
         self._discovery = Discovery(model, case, {})
         self._updates = Updates(model)
+        self.exchanges = Exchanges()
+        self._entered.callback(self.exchanges.close)
         self._step = ExitStack()  # that is open
         self._shapes = list[list[tuple[int, ...]]]()  # of what the model is called with, in every step
+        self.inputs = list[str]()  # and its digests
+        self.converted = tuple(clean_fqn(name) for name, module in model.named_modules() if is_converted(module))
         self.losses = list[float]()  # of the open step
         self._shares = list[torch.Tensor]()
         self.is_open = self.evaluates = False
@@ -69,6 +79,7 @@ class Recording:
         self._calls, self._started, self._forwards = self._matmuls.calls, time.perf_counter(), 0
         self._taken = self._step.enter_context(self._updates.step(len(self.steps) + 1, self._see_gradients))
         self._shapes.append([])
+        self.inputs.append("")
         self.losses.clear()
         self._shares.clear()
         self.is_open = True
@@ -82,8 +93,11 @@ class Recording:
     def forward(self, args: Any, kwargs: Any) -> None:
         """The model is called to be trained."""
         self._forwards += 1
-        leaves = (*args, *kwargs.values())
-        self._shapes[-1] += [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.exchanges.inside = True
+        tensors = [local_part(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._shapes[-1] += [tuple(tensor.shape) for tensor in tensors]
+        with unobserved():
+            self.inputs[-1] += "".join(digest(tensor.detach()) for tensor in tensors)
 
     @property
     def has_stepped(self) -> bool:
@@ -120,9 +134,10 @@ class Recording:
         self._entered.close()
         lost, watcher = dict(self.lost), self._watcher
         differ = any(shapes != self._shapes[0] for shapes in self._shapes[: len(self.steps)])
-        if "saved_memory" in results and (differ or self.evaluates):
-            lost["saved_memory"] = f"{'shapes of inputs differ' if differ else 'the model is evaluated'} between steps"
-            results["saved_memory"] = None
+        rebuilds = isinstance(self.model, DistributedDataParallel) and "DDP rebuilds its buckets"
+        differs = (differ and "shapes of inputs differ") or (self.evaluates and "the model is evaluated") or rebuilds
+        if "saved_memory" in results and differs:
+            lost["saved_memory"], results["saved_memory"] = f"{differs} between steps", None
         return RankTrace(
             rank=rank(),
             steps=tuple(self.steps),
@@ -140,6 +155,13 @@ class Recording:
             not_recorded=lost,
             **results,
         )
+
+
+def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are the only one of another, as DDP and `torch.compile` wrap them."""
+    while len(children := list(model.children())) == 1:
+        model = children[0]
+        yield model
 
 
 class Watcher:
@@ -165,8 +187,13 @@ class Watcher:
         self.case: Case | None = None
         self.trace: RankTrace | None = None
         self.not_watched = ""
+        self._told: dict[str, Any] = {}  # of a recording that has ended, beside its trace
         self.not_finite: tuple[int, float] | None = None  # the first step whose loss is no number, and that
-        self._counts: dict[int, int] = {}
+        self._backwards = 0  # passes that began
+        self._loss: Callable[[], torch.Tensor | None] = lambda: None  # what the last one began from
+        self._stepped: dict[int, list[int]] = {}  # by optimizer, the passes before each step
+        self._uncleared: dict[int, int] = {}  # the same behind the last one, of those whose gradients are still there
+        self._mistakes: dict[str, tuple[int, str]] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._parts: list[nn.Module] = []  # outermost modules that have some of the parameters alone
         self._outer: nn.Module | None = None
@@ -175,18 +202,14 @@ class Watcher:
         self._installed = ExitStack()
         self._later: list[tuple[int, torch.Tensor]] = []
 
-    @property
-    def is_training(self) -> bool:
-        """True where an optimizer was built here."""
-        return bool(self._optimizers)
-
     def install(self) -> None:
         """Watch from now on."""
         PROCESS.settings.restart()
-        self._wrap(Optimizer, "__init__", self._after_init)
-        self._wrap(torch.autograd, "backward", self._before_backward, before=True)
+        self._installed.callback(follow(Optimizer, "__init__", after=self._after_init))
+        self._installed.callback(follow(torch.autograd, "backward", before=self._before_backward))
         for module in (dist, dist.distributed_c10d):
-            self._wrap(module, "destroy_process_group", lambda *_, **__: self.finish(), before=True)
+            self._installed.callback(follow(module, "destroy_process_group", before=lambda *_, **__: self.finish()))
+        self._installed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._installed.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
     def uninstall(self) -> None:
@@ -214,11 +237,15 @@ class Watcher:
         return replace(
             record,
             **mine,
+            **self._told,
             steps=self.count,
             case=self.case,
             trace=self.trace,
             not_finite=self.not_finite,
             not_watched=self.not_watched,
+            backwards=self._backwards,
+            stepped=tuple(map(tuple, self._stepped.values())),
+            mistakes=self._mistakes,
         )
 
     def finish(self) -> None:
@@ -230,8 +257,10 @@ class Watcher:
             if recording.has_stepped:
                 recording.close()
             trace, case = recording.trace(), recording.case
+            self.case = replace(case, train=replace(case.train, steps=max(len(trace.steps), 1)))
+            inputs = tuple(recording.inputs[: len(trace.steps)])
+            self._told = {"inputs": inputs, "converted": recording.converted, "exchanged": recording.exchanges.first}
             if trace.steps:
-                self.case = replace(case, train=replace(case.train, steps=len(trace.steps)))
                 self.trace = trace
             else:
                 self.not_watched = NO_STEP
@@ -241,37 +270,35 @@ class Watcher:
 
     # Optimizers
 
-    def _wrap(self, owner: Any, name: str, look: Callable[..., None], *, before: bool = False) -> None:
-        stock = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                look(*args, **kwargs)
-            result = stock(*args, **kwargs)
-            if not before:
-                look(*args, **kwargs)
-            return result
-
-        watched.__name__, watched.__doc__, watched.__wrapped__ = name, stock.__doc__, stock  # type: ignore[attr-defined]
-        setattr(owner, name, watched)
-        self._installed.callback(setattr, owner, name, stock)
-
     def _after_init(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         first = not self._optimizers
         self._optimizers.append(weakref.ref(optimizer))
         if first and self.trace is None:
-            before = nn.modules.module.register_module_forward_pre_hook(self._enter)
-            after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-            self._search.callback(before.remove)
-            self._search.callback(after.remove)
+            hooks = nn.modules.module
+            self._search.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
+            self._search.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.setdefault(id(optimizer), []).append(self._backwards)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        self.count = max(self._counts.values())
+        if self._backwards > self._uncleared.get(id(optimizer), self._backwards):
+            self._note("kept")
+        self._uncleared[id(optimizer)] = self._backwards
+        self.count = max(map(len, self._stepped.values()))
+
+    def _note(self, kind: str) -> None:
+        """Note a mistake in a step that is recorded, with the line of the script."""
+        if self._recording is not None:
+            step, line = len(self._recording.steps) + 1, line_of_frame(sys._getframe(1))
+            self._mistakes.setdefault(kind, (step, line))
+
+    @property
+    def _live(self) -> list[Optimizer]:
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def _trained(self) -> set[int]:
-        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._live for group in optimizer.param_groups]
         return {id(param) for group in groups for param in group["params"] if param.requires_grad}
 
     # The model
@@ -284,9 +311,10 @@ class Watcher:
             return
         trained = self._trained()
         mine = trained.intersection(map(id, module.parameters()))
-        if not mine:
+        is_part = any(module is part for part in self._parts)  # FSDP may have left it gathered
+        if not mine and not is_part:
             return
-        if not any(module is part for part in self._parts):
+        if not is_part:
             self._parts.append(module)
         if len(mine) == len(trained):
             self._attach(module, args)
@@ -299,10 +327,9 @@ class Watcher:
 
     def _attach(self, model: nn.Module, args: Any = None) -> None:
         self._search.close()
-        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         try:
             with unobserved():
-                case = derive(model, optimizers, self.steps)
+                case = derive(model, self._live, self.steps)
                 for built in PROCESS.followers:
                     built(case, model)
                 self._recording = Recording(self, model, case)
@@ -311,9 +338,11 @@ class Watcher:
             return
         for part in model if isinstance(model, nn.ModuleList) and args is not None else [model]:
             before = part.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            after = part.register_forward_hook(self._after_forward, always_call=True)
             self._hooks.callback(before.remove)
-            self._hooks.callback(after.remove)
+            self._hooks.callback(part.register_forward_hook(self._after_forward, always_call=True).remove)
+        for part in _wrapped(model):
+            self._hooks.callback(part.register_forward_pre_hook(self._before_wrapped).remove)
+            self._hooks.callback(part.register_forward_hook(self._after_forward, always_call=True).remove)
         self._evaluating = False
         if args is not None:  # it is being called
             self._before_forward(model, args, {})
@@ -328,14 +357,24 @@ class Watcher:
                 self.finish()
                 return
         if not torch.is_grad_enabled():
-            recording.evaluates = True
-            PROCESS.unobserved, PROCESS.evaluating, self._evaluating = PROCESS.unobserved + 1, True, True
+            self._evaluate(recording)
             return
         if not recording.is_open:
             recording.open()
         recording.forward(args, kwargs)
 
+    def _before_wrapped(self, *_: Any) -> None:
+        """A script may evaluate the module that DDP or `torch.compile` wraps."""
+        if self._recording is not None and not (torch.is_grad_enabled() or in_backward() or self._evaluating):
+            self._evaluate(self._recording)
+
+    def _evaluate(self, recording: Recording) -> None:
+        recording.evaluates = True
+        PROCESS.unobserved, PROCESS.evaluating, self._evaluating = PROCESS.unobserved + 1, True, True
+
     def _after_forward(self, *_: Any) -> None:
+        if self._recording is not None:
+            self._recording.exchanges.inside = False
         if self._evaluating:
             PROCESS.unobserved, PROCESS.evaluating, self._evaluating = PROCESS.unobserved - 1, False, False
 
@@ -343,7 +382,12 @@ class Watcher:
 
     def _before_backward(self, tensors: Any = (), *_: Any, **__: Any) -> None:
         loss = tensors[0] if isinstance(tensors, (tuple, list)) and tensors else tensors
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or in_backward():
+        if in_backward():
+            return
+        self._backwards += 1
+        if self._recording is not None:
+            self._look_for_mistakes(loss)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         with unobserved(), torch.no_grad():
             value = mark_owned(local_shard(loss).clone())
@@ -354,6 +398,19 @@ class Watcher:
                 self._later.append((self.count + 1, value))
                 if len(self._later) >= _KEPT:
                     self._look_at_losses()
+
+    @torch.no_grad()
+    def _look_for_mistakes(self, loss: Any) -> None:
+        """Of what backward begins from, and of gradients that are there before it."""
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            if loss is self._loss():
+                self._note("twice")
+            self._loss = weakref.ref(loss)
+        with unobserved():
+            for optimizer in self._live if self._uncleared else ():
+                params = (param for group in optimizer.param_groups for param in group["params"])
+                if not any(param.grad is not None and local_shard(param.grad).any() for param in params):
+                    self._uncleared.pop(id(optimizer), None)
 
     def _look_at_losses(self) -> None:
         for step, value in self._later:

@@ -5,44 +5,40 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPTS = Path(__file__).parents[4] / "examples" / "scripts"
+PLAIN, ACCELERATE, TRAINER, LIGHTNING = "plain_fsdp2.py", "accelerate_fsdp2.py", "hf_trainer.py", "lightning_fsdp2.py"
 TORCHRUN = ("torchrun", "--nproc_per_node", "2")
 HF = ("accelerate", "transformers")
-ACCELERATE = ("accelerate", "launch", "--num_processes", "2")
+LAUNCH = ("accelerate", "launch", "--num_processes", "2")
 FSDP = (
     *("--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false", "--mixed_precision", "fp8"),
     *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"),
 )
 # By name: the launcher, what follows the script, and the packages that it needs.
 COMMANDS = {
-    "plain_fsdp2.py": (TORCHRUN, (), ()),
-    "accelerate_fsdp2.py": (ACCELERATE, (), HF),
-    "hf_trainer.py": (
-        (*ACCELERATE, *FSDP),
-        ("--output_dir", "out", "--max_steps", "4"),
-        HF,
-    ),
-    "lightning_fsdp2.py": (TORCHRUN, (), ("lightning",)),
+    PLAIN: (TORCHRUN, (), ()),
+    ACCELERATE: (LAUNCH, (), HF),
+    TRAINER: ((*LAUNCH, *FSDP), ("--output_dir", "out", "--max_steps", "4"), HF),
+    LIGHTNING: (TORCHRUN, (), ("lightning",)),
 }
-# What is wrong on several ranks and right on one: the line, what stands there instead, and what must be told of it.
-FAULTS = {
-    "summed": (
-        "model.to_empty(",
-        "model.set_gradient_divide_factor(1.0)\n    model.to_empty(",
-        "gradients are 2 times the",
-    ),
-    "divided": ("loss.backward()", "(loss / world).backward()", "1/2 of the one rank's"),
-    "faster": ("lr=1e-3", "lr=1e-3 * world", "updates of parameters are 2 times the"),
-    "unequal": (".flatten())", ".masked_fill(tokens[:, 1:] < 64 * rank, -100).flatten())", "gradients differ"),
-    "of_one_rank": ("loss.backward()", "(loss / (1 + rank)).backward()", "gradients differ"),
-}
+TABLE = tomllib.loads((Path(__file__).parent / "faults.toml").read_text())["fault"]
+FAULTS = [
+    pytest.param(fault, marks=pytest.mark.sweep if "sweep" in fault else (), id=f"{fault['script']}-{fault['name']}")
+    for fault in TABLE
+]
+
+Run = subprocess.CompletedProcess[str]
 
 
-def exec_(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+def exec_(folder: Path, name: str, *options: str) -> Run:
     launcher, words, packages = COMMANDS[name]
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -51,19 +47,56 @@ def exec_(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Run, Path]]:
+    """Return how a script ends unchanged, beside one rank, and the file of what it is meant to do."""
+    made: dict[str, tuple[Run, Path]] = {}
+
+    def run(name: str) -> tuple[Run, Path]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("clean")
+            (folder / name).write_text((SCRIPTS / name).read_text())
+            done = exec_(folder, name, "--against-one-rank", "--record", "meant.toml")
+            made[name] = done, folder / "meant.toml"
+        return made[name]
+
+    return run
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_script_trains_on_two_ranks_what_it_trains_on_one(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text((SCRIPTS / name).read_text())
-    done = exec_(tmp_path, name, "--against-one-rank")
+def test_a_script_trains_on_two_ranks_what_it_trains_on_one(
+    clean: Callable[[str], tuple[Run, Path]], name: str
+) -> None:
+    done, _ = clean(name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "beside one rank: equal" in done.stderr and "not lined up" not in done.stderr
 
 
-@pytest.mark.parametrize("fault", ["summed", *(pytest.param(name, marks=pytest.mark.sweep) for name in [*FAULTS][1:])])
-def test_a_fault_of_several_ranks_is_found_beside_one(tmp_path: Path, fault: str) -> None:
-    right, wrong, told = FAULTS[fault]
-    text = (SCRIPTS / "plain_fsdp2.py").read_text()
-    assert text.count(right) == 1, "the script has other lines now"
-    (tmp_path / "plain_fsdp2.py").write_text(text.replace(right, wrong))
-    done = exec_(tmp_path, "plain_fsdp2.py", "--no-watch", "--against-one-rank")
-    assert done.returncode == 1 and "beside one rank: wrong" in done.stderr and told in done.stderr, done.stderr
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_people_make_has_a_headline(
+    tmp_path: Path, clean: Callable[[str], tuple[Run, Path]], fault: dict[str, Any]
+) -> None:
+    name, options = fault["script"], fault.get("options", ())
+    text = (SCRIPTS / name).read_text()
+    for right, wrong in fault["lines"]:
+        assert text.count(right) == 1, f"the script has other lines now than {right}"
+        text = text.replace(right, wrong)
+    (tmp_path / name).write_text(text)
+    if "--expect" in options:
+        (tmp_path / "meant.toml").write_text(clean(name)[1].read_text())
+    done = exec_(tmp_path, name, *options)
+    said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("exec: "))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert all(words in said for words in fault["told"]), said
+
+
+def test_each_script_has_five_faults() -> None:
+    counts = Counter(fault["script"] for fault in TABLE)
+    assert counts.keys() == COMMANDS.keys() and min(counts.values()) >= 5
+
+
+def test_the_same_batch_may_be_meant(tmp_path: Path) -> None:
+    text = (SCRIPTS / PLAIN).read_text().replace("manual_seed(rank)", "manual_seed(0)")
+    (tmp_path / PLAIN).write_text('# fp8-harness: allowed = ["watch/same-batch"]\n' + text)
+    done = exec_(tmp_path, PLAIN)
+    assert done.returncode == 0, done.stderr

@@ -53,6 +53,13 @@ def test_a_loss_in_bfloat16_may_be_a_last_place_off() -> None:
     assert beside(losses=(4.01,), one={"loss_dtype": "bfloat16"}).verdict == "equal"
 
 
+def test_ranks_with_other_numbers_of_labels_are_told_where_gradients_differ() -> None:
+    ranks = [record(rank, 2, values={"grad": 2.1}, labels=(8 + rank,)) for rank in range(2)]
+    (finding,) = compare(ranks, record()).findings
+    assert finding.notes == ("ranks have 8, 9 labels, and the mean of their means is not the mean over all",)
+    assert finding.fix and finding.fix.startswith("divide the sum")
+
+
 def test_replicas_that_differ_are_told_with_their_ranks() -> None:
     ranks = [record(values={"grad": 2.0 + rank / 1000}, rank=0, ranks=1) for rank in range(2)]
     held = [OneRankRecord(rank=rank, losses=(4.0,), sketches=one.sketches) for rank, one in enumerate(ranks)]
@@ -65,6 +72,7 @@ def test_replicas_that_differ_are_told_with_their_ranks() -> None:
     [
         ({}, {"not_lined_up": {"labels": "they are not seen"}}, "labels"),
         ({"world_size": 3}, {}, "ranks"),
+        ({"values": {"grad": 2.1}, "shares_linears": True}, {}, "rounding"),
         ({}, {"sketches": (), "losses": ()}, "gradients"),
     ],
 )
