@@ -21,7 +21,6 @@ others a case with no other findings is `changed`: not good, and nothing proves 
 """
 
 import datetime
-import difflib
 import fnmatch
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,8 @@ from harness.checks.check import Check, Witnesses, noun
 from harness.checks.failures import LAST_OUTPUT, failures
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.errors import HarnessError
+from harness.hints import LIST_RULES
+from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
 from harness.matrix.records import KnownFault
 from harness.result import Measured
@@ -209,10 +210,8 @@ def require_rules(faults: Iterable[KnownFault]) -> None:
     for fault in faults:
         for symptom in (*fault.requires, *fault.may_cause):
             if not fnmatch.filter(RULES, symptom.rule):
-                near = difflib.get_close_matches(symptom.rule, RULES, n=2)
                 what, where = f"no check has the rule '{symptom.rule}'.", f"cases/known.toml, fault {fault.name}"
-                fix = f"did you mean {' or '.join(near)}?" if near else "see `fp8-harness explain --list checks`."
-                raise HarnessError(what, where=where, fix=fix)
+                raise HarnessError(what, where=where, fix=suggestion(symptom.rule, RULES, listed=LIST_RULES))
 
 
 def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:

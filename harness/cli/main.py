@@ -13,7 +13,8 @@ import click
 from harness.cli.options import OTHERS, LazyGroup, run_options
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, example, out_of_scope, said
+from harness.matrix.axes import AXES, allowed_values, example, out_of_scope, said
+from harness.matrix.synonyms import meanings
 from harness.run_options import AppOptions, options_of
 from harness.sources import installed_source, installed_version
 from harness.text import printable
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _known_option(error: click.NoSuchOption) -> str:
     """Return what to say of an option that a command has not: why it is out of scope, or how it is said; else ""."""
     word = error.option_name.lstrip("-")
-    if outside := out_of_scope(word):
+    if (outside := out_of_scope(word)) and not meanings(word):
         return f"{outside.text}."
     for option in options_of(AppOptions).values():
         if error.option_name in (option.flag, option.short) and error.ctx is not None:
@@ -107,10 +108,12 @@ def _known_option(error: click.NoSuchOption) -> str:
             return f"Fix: give it before the command: {error.ctx.command_path.replace(' ', f' {words} ', 1)}."
     word = next((name for name, option in OTHERS.items() if option.short == error.option_name), word)
     axis, command = word.removeprefix("no-").replace("-", "_"), error.ctx.command if error.ctx else app
+    axis = next(filter(AXES.__contains__, (axis, *meanings(word))), axis)
     flags = {flag for parameter in command.params for flag in parameter.opts}
     if "--set" in flags and axis in AXES:
         value = example(axis)
-        return f"Fix: give {said(axis, axis == word.replace('-', '_') if isinstance(value, bool) else value)}."
+        told = said(axis, not word.startswith("no-") if isinstance(value, bool) else value)
+        return f"Fix: give {told}: {axis}{allowed_values(axis)}."
     return f"Fix: give -o {word}=VALUE." if "-o" in flags and word in OTHERS else ""
 
 

@@ -17,7 +17,7 @@ from harness.matrix import axes as matrix_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
-from harness.matrix.rules import exclusions, expected_refusal
+from harness.matrix.rules import changes, exclusions, expected_refusal
 from harness.registry import answer
 
 _WIDE = 50  # values that do not stand beside the name of their option
@@ -74,7 +74,7 @@ def require_allowed(case: Case, axes: Collection[str], *, where: str) -> None:
     for rule in exclusions(case):
         changed = [name for name in rule.axes if name in axes] or rule.axes
         what = f"rule {rule.name} excludes {case_id(case)}: {rule.reason}."
-        raise HarnessError(what, where=where, fix=f"change {' or '.join(changed)}.")
+        raise HarnessError(what, where=where, fix=f"change {changes(changed, matrix_axes.own_axes(case))}.")
 
 
 _EPILOG = """\b

@@ -18,6 +18,7 @@ from harness.errors import HarnessError
 from harness.matrix.axis import Axis, Changes
 from harness.matrix.case import Case, Model, ModelShape
 from harness.matrix.model import CaseStruct
+from harness.matrix.synonyms import meanings
 
 
 class OutOfScope(typing.NamedTuple):
@@ -35,20 +36,10 @@ class OutOfScope(typing.NamedTuple):
 # The one list; what asks for it in configurations of other tools is in `harness/plugins/bugs/spellings.toml`.
 SCOPE = (
     OutOfScope(
-        "a mixture of experts",
-        "the built-in Llama has one: write experts, top_k and ep in a case",
-        r"expert_parallel\w*\d*",
+        "a mixture of experts", "the built-in Llama has one: write experts, top_k and ep in a case"
     ),
-    OutOfScope(
-        "pipeline parallelism",
-        "the built-in Llama has it: write pp, schedule and accumulation in a case",
-        r"pipeline_parallel\w*\d*",
-    ),
-    OutOfScope(
-        "context parallelism",
-        "the built-in Llama has it: write cp and sequence_order in a case",
-        r"context_parallel\w*\d*",
-    ),
+    OutOfScope("pipeline parallelism", "the built-in Llama has it: write pp, schedule and accumulation in a case"),
+    OutOfScope("context parallelism", "the built-in Llama has it: write cp and sequence_order in a case"),
     OutOfScope(
         "expert tensor parallelism",
         "each expert is on one EP rank, and TP shards the other linears only",
@@ -91,7 +82,7 @@ SCOPE = (
 
 
 def out_of_scope(word: str) -> OutOfScope | None:
-    plain = re.sub(r"[.-]", "_", word.lower())
+    plain = re.sub(r"[ .-]", "_", word.lower())
     return next((feature for feature in SCOPE if feature.words and re.fullmatch(feature.words, plain)), None)
 
 
@@ -281,16 +272,31 @@ def axis_schema(name: str) -> dict[str, typing.Any]:
     return {**schema, "description": DECLARED[name].meaning, **({} if default is None else {"default": default})}
 
 
-def suggestion(word: str, known: Iterable[object]) -> str:
-    """The `fix` for an unknown word: why it is out of scope, else the closest known ones, or all when none is close."""
-    outside = out_of_scope(word)
+def suggestion(word: str, known: Iterable[object], *, listed: str = "") -> str:
+    """Return the `fix` for an unknown word: what other tools mean by it, why it is out of scope, or close known words.
+
+    `listed`: the command that lists the known words. Without it all are listed when none is close. An axis comes with
+    its values.
+    """
+    words = [str(item) for item in known]
+    near = [name for name in meanings(word) if name in words]
+    outside = None if near else out_of_scope(word)
     if outside is not None:
         return f"leave it out: {outside.text}."
-    words = [str(item) for item in known]
-    near = difflib.get_close_matches(word, words, n=2, cutoff=0.55)
+    near = near or difflib.get_close_matches(word, words, n=2, cutoff=0.55)
     if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"use one of {', '.join(words)}."
+        whole = AXES.keys() <= set(words)
+        told = (f"{name}{allowed_values(name)}" if whole and name in AXES else name for name in near)
+        return f"did you mean {' or '.join(told)}?"
+    return f"see `{listed}`." if listed else f"use one of {', '.join(words)}."
+
+
+def allowed_values(axis: str) -> str:
+    """Return the values of an axis as ` (none, full)` or ` (a number of at least 1)`."""
+    allowed = [shown_value(choice) for choice in choices(axis)]
+    limit = axis_schema(axis).get("minimum")
+    numbers = f"a number{'' if limit is None else f' of at least {limit}'}"
+    return f" ({', '.join(allowed) or (numbers if axis_type(axis) in (int, float) else 'any name')})"
 
 
 def shown_value(value: object) -> str:

@@ -30,23 +30,11 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.hints import explain_case
-from harness.matrix.axes import (
-    AXES,
-    DECLARED,
-    axis_schema,
-    axis_type,
-    axis_values,
-    case_from_axes,
-    checked_value,
-    choices,
-    ignored_axes,
-    own_axes,
-    shown_value,
-    suggestion,
-)
+from harness.matrix import axes as matrix_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.rules import exclusions
+from harness.matrix.rules import changes, exclusions
+from harness.matrix.synonyms import meanings
 from harness.matrix.tomlfile import KeyPath, TomlFile, parse_toml, read_toml_file
 
 Strength = Literal[2, 3, "full"]
@@ -60,7 +48,9 @@ class AxisGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def label(self, index: int) -> str:
         """Return the name of a value in reports: `tp=2`, or `dp_replicate=2,dp_shard=2`."""
-        return ",".join(f"{name}={shown_value(value)}" for name, value in self.values[index].items()) or "{}"
+        return (
+            ",".join(f"{name}={matrix_axes.shown_value(value)}" for name, value in self.values[index].items()) or "{}"
+        )
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,9 +95,9 @@ def write_case(case: Case, *, schema: str | None, command: str) -> str:
 
     `schema` is where editors find the schema, if they can; `command` runs the file.
     """
-    values, own = axis_values(case), own_axes(case)
+    values, own = matrix_axes.axis_values(case), matrix_axes.own_axes(case)
     chosen = [_assignment(name, value) for name, value in own.items()]
-    shown = {name: DECLARED[name].example if value is None else value for name, value in values.items()}
+    shown = {name: matrix_axes.DECLARED[name].example if value is None else value for name, value in values.items()}
     others = [f"# {_assignment(name, value)}" for name, value in shown.items() if name not in own]
     head = [f"#:schema {schema}"] if schema is not None else []
     head += [f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
@@ -116,8 +106,12 @@ def write_case(case: Case, *, schema: str | None, command: str) -> str:
 
 
 def _assignment(name: str, value: object) -> str:
-    one_of = f" ({', '.join(map(str, choices(name)))})" if axis_type(name) is str and choices(name) else ""
-    return f"{f'{name} = {_toml(value)}':<34} # {DECLARED[name].meaning}{one_of}"
+    one_of = (
+        f" ({', '.join(map(str, matrix_axes.choices(name)))})"
+        if matrix_axes.axis_type(name) is str and matrix_axes.choices(name)
+        else ""
+    )
+    return f"{f'{name} = {_toml(value)}':<34} # {matrix_axes.DECLARED[name].meaning}{one_of}"
 
 
 def _toml(value: object) -> str:
@@ -207,20 +201,24 @@ def _pair_only(
             raise toml.error(*path, name, what=f"'{name}' needs a list of axes.", fix=f'write {name} = ["..."].')
         for other in others:
             if other not in names:
-                raise toml.error(*path, name, what=f"unknown axis '{other}'.", fix=suggestion(other, names))
+                raise toml.error(*path, name, what=f"unknown axis '{other}'.", fix=matrix_axes.suggestion(other, names))
     return {name: tuple(others) for name, others in known.items()}
 
 
 def _group(toml: TomlFile, name: str, values: object, *, path: KeyPath) -> AxisGroup:
     if not isinstance(values, list) or not values:
         raise toml.error(*path, what=f"axis '{name}' needs a list of values.", fix=f"write {name} = [...].")
-    if name in AXES:
+    if name in matrix_axes.AXES:
         read = tuple(_axes(toml, {name: value}, path=path[:-1]) for value in values)
     elif all(isinstance(value, dict) for value in values):
         read = tuple(_axes(toml, value, path=path) for value in values)
     else:
-        near = difflib.get_close_matches(name, AXES, n=1)
-        fix = suggestion(name, AXES) if near else f"write {name} = [{{}}, {{tp = 2}}]: a table of axes for each value."
+        near = meanings(name) or difflib.get_close_matches(name, matrix_axes.AXES, n=1)
+        fix = (
+            matrix_axes.suggestion(name, matrix_axes.AXES)
+            if near
+            else f"write {name} = [{{}}, {{tp = 2}}]: a table of axes for each value."
+        )
         raise toml.error(*path, what=f"unknown axis '{name}'.", fix=fix)
     for position, value in enumerate(read):
         if value in read[:position]:
@@ -239,9 +237,9 @@ def _check_disjoint(toml: TomlFile, groups: tuple[AxisGroup, ...], *, path: KeyP
 
 def _axes(toml: TomlFile, table: object, *, path: KeyPath) -> dict[str, object]:
     known: dict[str, object] = {}
-    for name, value in toml.check_keys(*path, table=table, known=AXES).items():
+    for name, value in toml.check_keys(*path, table=table, known=matrix_axes.AXES).items():
         try:
-            known[name] = checked_value(name, value)
+            known[name] = matrix_axes.checked_value(name, value)
         except HarnessError as error:
             raise toml.error(*path, name, what=error.what, fix=error.fix) from error
     return known
@@ -256,8 +254,9 @@ def case_of_table(toml: TomlFile, table: object, base: dict[str, object], *, pat
     by_id = "id" in known
     case = _case_by_id(toml, known["id"], path=path) if by_id else _case_by_axes(toml, known["axes"], base, path=path)
     for rule in exclusions(case):
-        asked = [name for name in rule.axes if not by_id and name in {**base, **known["axes"]}]
-        fix = f"change {' or '.join(asked)}." if asked else f"see `{explain_case(case_id(case))}`."
+        given = {} if by_id else {**base, **known["axes"]}
+        asked = changes([name for name in rule.axes if name in given], given)
+        fix = f"change {asked}." if asked else f"see `{explain_case(case_id(case))}`."
         raise toml.error(*path, what=f"rule {rule.name} excludes {case_id(case)}: {rule.reason}.", fix=fix)
     return case
 
@@ -274,8 +273,8 @@ def _case_by_id(toml: TomlFile, text: Any, *, path: KeyPath) -> Case:
 def _case_by_axes(toml: TomlFile, table: object, base: dict[str, object], *, path: KeyPath) -> Case:
     own = _axes(toml, table, path=(*path, "axes"))
     try:
-        case = case_from_axes({**base, **own})
-        ignored = [name for name in ignored_axes({**base, **own}) if name in own]
+        case = matrix_axes.case_from_axes({**base, **own})
+        ignored = [name for name in matrix_axes.ignored_axes({**base, **own}) if name in own]
     except HarnessError as error:
         raise toml.error(*path, "axes", what=error.what, fix=error.fix) from error
     if ignored:
@@ -289,7 +288,7 @@ FILE_NAME = "case.schema.json"
 
 def case_file_schema() -> dict[str, Any]:
     """Return the schema of a case file: every axis with its type, limits, choices, meaning and default."""
-    axes = _table({name: {"$ref": f"#/$defs/{name}"} for name in AXES})
+    axes = _table({name: {"$ref": f"#/$defs/{name}"} for name in matrix_axes.AXES})
     limit = {"type": "integer", "minimum": 1, "description": "leave out cases with more ranks"}
     names = {"type": "array", "items": {"type": "string"}}
     matrix = _table(
@@ -302,7 +301,7 @@ def case_file_schema() -> dict[str, Any]:
                 "type": "object",
                 "minProperties": 1,
                 "description": "an axis with its values, or a named group of axes that vary together",
-                "properties": {name: _list({"$ref": f"#/$defs/{name}"}) for name in AXES},
+                "properties": {name: _list({"$ref": f"#/$defs/{name}"}) for name in matrix_axes.AXES},
                 "additionalProperties": _list({"$ref": "#/$defs/axes"}),
             },
         },
@@ -324,7 +323,7 @@ def case_file_schema() -> dict[str, Any]:
                 "case": {"type": "array", "items": case},
             }
         ),
-        "$defs": {"axes": axes, **{name: axis_schema(name) for name in AXES}},
+        "$defs": {"axes": axes, **{name: matrix_axes.axis_schema(name) for name in matrix_axes.AXES}},
     }
 
 

@@ -20,6 +20,7 @@ from harness.matrix.axis import Word as Declared
 from harness.matrix.case import Case, Layout
 from harness.matrix.layout import DP_AXES
 from harness.matrix.model import PRESET_WORDS
+from harness.matrix.synonyms import meanings
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _PATTERNS: Mapping[type[object], str] = {int: r"\d+", float: _NUMBER}
@@ -132,10 +133,11 @@ def meaning_of(token: str) -> str:
 
 def hint(token: str) -> str:
     """Return `fix` for an unknown token: the likely meaning if there is one, else the command that lists all words."""
-    outside = out_of_scope(token)
+    near = _for_axis(token)
+    outside = None if near else out_of_scope(token)
     if outside is not None:
         return f"leave it out: {outside.text}."
-    near = _for_axis(token) or _similar(token)
+    near = near or _similar(token)
     return f"did you mean {' or '.join(near)}?" if near else f"see `{LIST_WORDS}`."
 
 
@@ -150,9 +152,11 @@ def _match(token: str) -> tuple[Word, re.Match[str]] | None:
 def _for_axis(token: str) -> list[str]:
     """Return the words for an axis or for a value of one: `compile`, `steps5`, `bfloat16`."""
     name, number = _cut(token)
-    if name in AXES:
-        return [_with_number(word, number) for word in _suggested() if name in _sample(word)][:3]
-    return sorted((word.example for word in _suggested() if not word.stem and token in _sample(word).values()), key=len)
+    for axis in filter(AXES.__contains__, (name, *meanings(name.replace(".", "_")))):
+        return [_with_number(word, number) for word in _suggested() if axis in _sample(word)][:3]
+    meant = {token, *meanings(token.replace(".", "_"))}
+    plain = (word for word in _suggested() if not word.stem)
+    return sorted((word.example for word in plain if not meant.isdisjoint(map(str, _sample(word).values()))), key=len)
 
 
 def _similar(token: str) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from harness.errors import HarnessError
+from harness.matrix.axes import axis_type, case_from_axes, choices, shown_value
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import other_layout
 from harness.matrix.layout import DP_AXES, MESH_AXES
@@ -35,6 +36,7 @@ from harness.registry import is_llama, load, plugins
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
+_SHOWN = 8  # values of an axis in a message
 _MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__, "experts")
 _VOCABULARY_AXES = ("vocab_size", "pad_vocab_to_multiple_of")
 _CONVERSION_AXES = ("recipe", "filter_fqns", "casts")
@@ -79,6 +81,21 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 def exclusions(case: Case) -> tuple[Exclusion, ...]:
     """Return the rules that exclude this case, in the order of `EXCLUSIONS`."""
     return tuple(rule for rule in EXCLUSIONS if rule.applies(case))
+
+
+def changes(names: Iterable[str], values: Mapping[str, object]) -> str:
+    """Return the axes to change in an excluded case, each with values that no rule excludes beside the others."""
+    told = []
+    for name in names:
+        kind, allowed = axis_type(name), []
+        for value in choices(name) or (range(1, 17) if kind is int else ()):
+            try:
+                excluded = exclusions(case_from_axes({**values, name: value}))
+            except HarnessError:  # of no case
+                continue
+            allowed += [] if excluded else [shown_value(value)]
+        told.append(f"{name} (to {', '.join(allowed[:_SHOWN])})" if allowed else name)
+    return " or ".join(told)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ from harness.checks.advice import advice, advice_of
 from harness.checks.catalogue import CHECKS, RULES
 from harness.checks.check import Check, Rule, Stage
 from harness.errors import HarnessError
-from harness.hints import EXPLAIN_CHECK, EXPLAIN_RULE, LIST_INJECTED
+from harness.hints import EXPLAIN_CHECK, EXPLAIN_RULE, LIST_INJECTED, LIST_RULES
 from harness.matrix.axes import suggestion
 from harness.report.sections import Block, Facts, Items, Section, Table, markdown
 from harness.text import shown
@@ -39,7 +39,9 @@ def is_explained(word: str) -> bool:
 def explained(word: str) -> Section:
     """Return what a rule or a check is. HarnessError where the check has no such rule."""
     if "/" in word and word not in RULES:
-        raise HarnessError(f"{check_of(word)} has no such rule.", where=word, fix=suggestion(word, RULES))
+        raise HarnessError(
+            f"{check_of(word)} has no such rule.", where=word, fix=suggestion(word, RULES, listed=LIST_RULES)
+        )
     if word in RULES:
         return Section(title=word, blocks=tuple(_rule(RULES[word])))
     check = next((check for check in CHECKS if check.name == word), None)

@@ -91,10 +91,10 @@ def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
 
 
 def case_files(project: Project, query: Query) -> list[Path]:
-    return [project.case_file(source) for source in query.effective_sources if not _is_case_id(project, source)]
+    return [project.case_file(source) for source in query.effective_sources if not is_case_id(project, source)]
 
 
-def _is_case_id(project: Project, source: str) -> bool:
+def is_case_id(project: Project, source: str) -> bool:
     """Return True for a case id, also a misspelled one: no tier or path, and a word of it is one of case ids."""
     if source in project.tiers or source.endswith(".toml") or os.sep in source:
         return False
@@ -191,7 +191,7 @@ def _pricing(costs: Costs) -> Pricing:
 
 def cases_to_explain(project: Project, source: str) -> tuple[Case, ...]:
     """Return the cases of a tier or file, or the case of an id, also where a rule excludes it."""
-    if _is_case_id(project, source):
+    if is_case_id(project, source):
         return (parse_case_id(source),)
     return select_cases(project, Query(sources=(source,)))
 
@@ -207,7 +207,7 @@ def one_case(project: Project, text: str) -> Case:
 def _asked(project: Project, query: Query) -> list[Case]:
     cases: list[Case] = []
     for source in query.effective_sources:
-        if _is_case_id(project, source):
+        if is_case_id(project, source):
             cases.append(_runnable_case(source))
         else:
             cases += select_file(project, project.case_file(source)).cases

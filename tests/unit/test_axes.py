@@ -3,12 +3,16 @@
 import math
 import operator
 import re
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
+from harness.matrix import axes
 from harness.matrix.axes import (
     AXES,
     axis_type,
@@ -20,8 +24,10 @@ from harness.matrix.axes import (
     option_of,
     read_as,
     read_assignments,
+    read_value,
     said,
     shown_value,
+    suggestion,
 )
 from harness.matrix.case import Case, Float8, Layout, Model
 from harness.matrix.caseid import case_id, parse_case_id
@@ -207,3 +213,56 @@ def test_a_word_without_a_value_and_two_for_one_axis_are_refused() -> None:
     for words, text in refused:
         with pytest.raises(HarnessError, match=text):
             read_assignments(words, option="--set")
+
+
+SYNONYMS = tomllib.loads((Path(axes.__file__).parent / "synonyms.toml").read_text())
+
+
+@given(st.sampled_from([(axis, word) for axis, words in SYNONYMS["axes"].items() for word in words.split()]))
+def test_every_word_of_another_tool_leads_to_an_axis_with_its_values(pair: tuple[str, str]) -> None:
+    axis, word = pair
+    assert axis in AXES and word not in AXES
+    assert (
+        f"{axis} (" in suggestion(word, AXES) and suggestion(f"--training.{word.replace('_', '-')}", AXES)[:3] == "did"
+    )
+
+
+@given(
+    st.sampled_from(
+        [
+            (axis, value, word)
+            for axis, words in SYNONYMS["values"].items()
+            for value, others in words.items()
+            for word in others.split()
+        ]
+    )
+)
+def test_every_word_for_a_value_leads_to_a_value_of_its_axis(found: tuple[str, str, str]) -> None:
+    axis, value, word = found
+    assert value in choices(axis) and word not in choices(axis)
+    with pytest.raises(HarnessError, match=f"did you mean .*{re.escape(value)}"):
+        read_value(axis, word)
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "fix"),
+    [
+        ("tensor_parallel", AXES, "did you mean tp (a number of at least 1)?"),
+        ("parallelism.context_parallel_degree", AXES, "did you mean cp (a number of at least 1)?"),
+        ("--recompute-granularity", AXES, "did you mean checkpointing (none, full, selective_op, selective_layer)?"),
+        ("enable_fsdp_float8_all_gather", AXES, "did you mean fp8_all_gather (true, false)?"),
+        ("zero3", AXES, "did you mean dp_shard (a number of at least 1)?"),
+        ("fp8", choices("recipe"), "did you mean tensorwise or rowwise?"),
+        ("tensorwise-dynamic", choices("recipe"), "did you mean tensorwise?"),
+        ("per-row", choices("recipe"), "did you mean rowwise?"),
+        ("blockwise", choices("recipe"), "leave it out: block-wise scaling is out of scope: .*"),
+        ("delayed scaling", choices("recipe"), "leave it out: delayed scaling is out of scope: .*"),
+    ],
+)
+def test_words_of_other_tools(word: str, known: Collection[object], fix: str) -> None:
+    assert re.fullmatch(fix if fix.startswith("leave") else re.escape(fix), suggestion(word, known))
+
+
+def test_a_long_list_is_a_command() -> None:
+    assert suggestion("zzz", ["one", "two"]) == "use one of one, two."
+    assert suggestion("zzz", ["one", "two"], listed="bug list") == "see `bug list`."

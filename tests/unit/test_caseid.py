@@ -132,7 +132,8 @@ def test_every_word_has_a_meaning_and_names_axes() -> None:
 @pytest.mark.parametrize(
     ("token", "fix"),
     [
-        ("context_parallel2", "leave it out: context parallelism is out of scope: "),
+        ("context_parallel2", "did you mean cp2?"),
+        ("per.row", "did you mean rowwise?"),
         ("mxfp4", "leave it out: MX formats other than MXFP8 is out of scope: "),
         ("nvfp4", "leave it out: NVFP4 is out of scope: "),
         ("delayed", "leave it out: delayed scaling is out of scope: "),
@@ -176,7 +177,7 @@ def test_what_is_out_of_scope_is_named_and_no_axis_and_no_word_but_ddp_is() -> N
     assert [name for name in AXES if out_of_scope(name)] == []
     assert [word.example for word in WORDS if out_of_scope(word.example)] == ["ddp2"]
     assert all(feature.text.startswith(feature.name) for feature in SCOPE)
-    with pytest.raises(HarnessError, match=r"unknown axis 'context_parallel'\. Fix: leave it out: context parallelism"):
-        known_axis("context_parallel")
+    with pytest.raises(HarnessError, match=r"unknown axis 'delayed_scaling'\. Fix: leave it out: delayed scaling"):
+        known_axis("delayed_scaling")
     with pytest.raises(HarnessError, match="MX formats"):
         checked_value("recipe", "mxfp4")

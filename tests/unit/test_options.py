@@ -465,8 +465,12 @@ def test_what_is_said_before_a_command_is_for_it(project: Project, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ("new --id --no-loss-parallel", "--set loss_parallel=false."),
-        pytest.param("parity --output-layer", "--set output_layer=true.", marks=pytest.mark.plugin("parity")),
+        ("new --id --no-loss-parallel", "--set loss_parallel=false: loss_parallel (true, false)."),
+        pytest.param(
+            "parity --output-layer",
+            "--set output_layer=true: output_layer (true, false).",
+            marks=pytest.mark.plugin("parity"),
+        ),
         pytest.param("dev mutate --backend gloo", "-o backend=VALUE.", marks=pytest.mark.plugin("faults")),
         pytest.param("bug check -j 4", "-o jobs=VALUE.", marks=pytest.mark.plugin("bugs")),
         ("list pr --root x", "it before the command: fp8-harness --root DIR list."),

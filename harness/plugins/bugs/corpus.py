@@ -7,6 +7,7 @@ import msgspec
 
 from harness.checks.fp8_on import TRAINED
 from harness.errors import HarnessError
+from harness.hints import LIST_BUGS
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -73,7 +74,7 @@ def provable_bugs(project: Project, names: Sequence[str]) -> tuple[BugFile, ...]
     bugs = {bug.id: bug for bug in read_bugs(project.bugs)}
     for name in names:
         if name not in bugs:
-            fix = suggestion(name, bugs) if bugs else f"write {name}.toml there."
+            fix = suggestion(name, bugs, listed=LIST_BUGS) if bugs else f"write {name}.toml there."
             raise HarnessError(f"no bug file is named '{name}'.", where=str(project.bugs), fix=fix)
         if bugs[name].bug.status not in ("live", "fixed"):
             what = f"a bug that is {bugs[name].bug.status} proves nothing."

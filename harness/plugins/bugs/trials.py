@@ -16,7 +16,8 @@ import msgspec
 from harness.checks.catalogue import normalized
 from harness.durable import WriteFailed, append_line
 from harness.errors import HarnessError
-from harness.matrix.axes import axis_values
+from harness.hints import LIST_BUGS
+from harness.matrix.axes import axis_values, suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.records import KnownFault
@@ -30,7 +31,7 @@ from harness.running.plan import Injection, Plan, parse_injection
 from harness.running.progress import Progress
 from harness.running.references import open_references
 from harness.running.schedule import run_schedule
-from harness.running.selection import one_case
+from harness.running.selection import is_case_id, one_case
 from harness.text import counted
 from harness.verdict import ExitCode, FailureSignature, Finding, Verdict
 from harness.workflow import check_fits
@@ -156,6 +157,9 @@ def named_case(project: Project, text: str) -> NamedCase:
     if path.is_file() and holds_bugs(path.resolve()):
         bug_file = read_bug_file(path)
         return NamedCase(bug_file.runnable(), bug_file)
+    if not (path.is_file() or text in project.tiers or "/" in text or is_case_id(project, text)):
+        fix = suggestion(text, [bug.stem for bug in project.bugs.glob("*.toml")], listed=LIST_BUGS)
+        raise HarnessError("no bug file, no case id and no FILE.toml.", where=text, fix=fix)
     return NamedCase(one_case(project, text), None)
 
 

@@ -3,7 +3,6 @@
 `faults.toml` lists the name, scope and effect of each; `harness/plugins/faults/worker/` has the code that injects it.
 """
 
-import difflib
 import functools
 import re
 import tomllib
@@ -17,6 +16,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.hints import LIST_FAULTS
+from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
@@ -218,8 +218,7 @@ def fault_named(name: str) -> Fault:
     """Return the fault of this name. Raises HarnessError with a suggestion if it does not exist."""
     known = all_faults()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"see `{LIST_FAULTS}`."
+        fix = suggestion(name, known, listed=LIST_FAULTS)
         raise HarnessError(f"no fault is named '{name}'.", where=f"{PREFIX}{name}", fix=fix)
     return known[name]
 
