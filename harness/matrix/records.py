@@ -20,10 +20,7 @@ of a larger size is a new fault, and so is a listed one that is missing.
     review_by = 2027-03-01        # after this day the record explains nothing: look whether it is still true
     fix = "cases/fixes/x.py:apply"  # optional: with it, every check must pass
     reason = "..."                # one sentence: the cause
-    title = "..."                 # optional: of its page in docs/upstream, where no bug file has one
-    tried = "..."                 # optional: what else was tried, for that page
     may_show = ["compile=inductor"] # optional: selectors, of the affected cases those that may show it and need not
-    shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which it was found, for that page
 
 `rule` is the rule of a check (`explain --list checks` lists them), or one of "engine/..." for how ranks ended.
 `module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in
@@ -123,9 +120,6 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     may_cause: tuple[Symptom, ...] = ()
     fix: str | None = None
-    title: str = ""
-    tried: str = ""
-    shown: Mapping[str, tuple[str, ...]] = {}
     may_show: tuple[str, ...] = ()
     everywhere: bool = False
     torch: str = ""
@@ -293,13 +287,6 @@ def _check_versions(toml: TomlFile, fault: KnownFault, index: int) -> None:
         except InvalidSpecifier as error:
             what = f"'{text}' is not a version specifier."
             raise toml.error("fault", index, package, what=what, fix=f'write {package} = ">=2.13,<2.14".') from error
-    for package, versions in fault.shown.items():
-        outside = [
-            version for version in versions if package not in given or version not in SpecifierSet(given[package])
-        ]
-        if outside:
-            what = f"{package} {outside[0]} shows it and is not among the affected versions."
-            raise toml.error("fault", index, "shown", what=what, fix=f"widen {package}, or leave the version out.")
 
 
 _LONG_DAYS = 366  # until the end of a quarantine; more is remarked on, because nobody will look again

@@ -51,14 +51,6 @@ reason = "An example."
 """
 
 
-def test_a_release_that_shows_a_fault_is_one_that_has_it(tmp_path: Path) -> None:
-    (fault,) = read_known(written(tmp_path, RECORD + 'shown = {torch = ["2.13.0"]}\n'))
-    assert fault.shown == {"torch": ("2.13.0",)}
-    for shown in ('{torch = ["2.13.0", "2.14.1"]}', '{torchao = ["0.18.0"]}'):
-        with pytest.raises(HarnessError, match="is not among the affected versions"):
-            read_known(written(tmp_path, f"{RECORD}shown = {shown}\n"))
-
-
 def test_records_of_the_package_apply_in_every_project(tmp_path: Path) -> None:
     shipped = tmp_path / "package" / "cases" / "known.toml"
     shipped.parent.mkdir(parents=True)

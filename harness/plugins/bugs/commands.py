@@ -21,7 +21,7 @@ from harness.jsonform import read_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.records import matching
-from harness.plugins.bugs import sections
+from harness.plugins.bugs import sections, upstream
 from harness.plugins.bugs.bugfile import FOLDER, read_bugs, write_bug_file
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
 from harness.plugins.bugs.export import Neighbours, export, exported_case, proof_of
@@ -95,6 +95,7 @@ Exit codes: 0 all as their files say, 1 a mismatch, 3 no bug to check.
 _EXPORT_EPILOG = """\b
 Examples:
   fp8-harness bug export ao-1938
+  fp8-harness bug export float8_all_gather_tp_scale --output drafts
   fp8-harness bug export CASE --shrunk shrunk.json --output for-the-issue
   fp8-harness bug export ao-1938 --pytest --output tests
 
@@ -194,9 +195,10 @@ def _bug_path(bug_id: str, output: Path | None, *, force: bool) -> Path:
 @options.json_option("the bugs")
 @options.project_parameter
 def list_command(*, json_file: Path | None, project: Project) -> None:
-    """List the bug files of the project."""
+    """List the bug files of the project, and the drafts for upstream that `bug export NAME` writes."""
     bugs = read_bugs(project.bugs)
-    options.print_or_write(sections.bugs_sections(bugs), json_file, list(map(sections.bug_document, bugs)))
+    shown = [*sections.bugs_sections(bugs), sections.drafts_section(upstream.read_records(project))]
+    options.print_or_write(shown, json_file, list(map(sections.bug_document, bugs)))
 
 
 _LIKE = "Look for the failure of an earlier `--json FILE.json`."
@@ -326,8 +328,34 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
 @click.option("--output", metavar="DIR", type=options.FOLDER, default=Path())
 @click.option("--pytest", "as_test", is_flag=True, help="Write a test for another repository instead.")
 @click.option("--skip-proof", is_flag=True, help="Do not run it once, to see that it shows the fault.")
+def export_command(*, case: str, **given: Any) -> int:
+    """Write a draft of an issue with a script that shows how CASE fails; or a test for pytest.
+
+    For NAME of `cases/upstream`, and for a recorded fault that it explains, the draft is made of that record. For a
+    case the test is red where it fails, and green with the recorded fix. With --inject it is green without the fault.
+    """
+    record = upstream.record_named(given["project"], case)
+    return _exported_record(record, **given) if record is not None else _exported(case=case, **given)
+
+
+def _exported_record(record: upstream.Record, *, output: Path, skip_proof: bool, **given: Any) -> int:
+    if given["shrunk"] or given["as_test"] or given["inject"]:
+        fix = "leave --shrunk, --pytest and --inject out, or name a case."
+        raise HarnessError("a draft is made of its record alone.", where=record.name, fix=fix)
+    path = output / f"{record.name}.md"
+    skipped = skip_proof or bool(record.missing)
+    code, printed = (1, record.output.strip()) if skipped else upstream.run_script(record)
+    write_whole(path, upstream.draft(record).encode())
+    shows = code == 1 and printed == record.output.strip()
+    seen = f"not run: {', '.join(record.missing) or '--skip-proof'}" if skipped else f"exit code {code}\n{printed}"
+    click.echo(f"{path}: draft of {'a comment' if record.link else 'an issue'}\n{seen}")
+    if not shows:
+        options.print_note(f"the record says that it prints:\n{record.output.strip()}")
+    return int(not shows)
+
+
 @_with_trial
-def export_command(  # noqa: PLR0913  one parameter per option
+def _exported(  # noqa: PLR0913  one parameter per option
     *,
     named: NamedCase,
     injections: Sequence[Injection],
@@ -338,10 +366,6 @@ def export_command(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> int:
-    """Write one Python file that shows how CASE fails, and a draft of an issue; or a test for pytest.
-
-    The test is red where CASE fails, and green with the recorded fix. With --inject it is green without the fault.
-    """
     given, named = named.case, named._replace(case=exported_case(named.case))
     neighbours = () if shrunk is None else read_json(shrunk, Neighbours, command="bug shrink --json").needed
     plan = plan_for().of(named.case)

@@ -20,6 +20,7 @@ from harness.plugins.bugs.reading import Account
 from harness.plugins.bugs.shrink import Attempt, Shrunk
 from harness.plugins.bugs.spellings import shown as quoted
 from harness.plugins.bugs.trials import Reproduced
+from harness.plugins.bugs.upstream import Record
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 from harness.text import counted
 
@@ -204,6 +205,12 @@ def shrunk_document(shrunk: Shrunk) -> dict[str, object]:
         "axes": own_axes(shrunk.case),
         **{name: getattr(shrunk, name) for name in same},
     }
+
+
+def drafts_section(records: Sequence[Record]) -> Section:
+    """Return the drafts for upstream: name, where it is reported, title."""
+    rows = tuple((record.name, record.link or "not reported", record.title) for record in records)
+    return Section(title="drafts", blocks=(Table(rows=rows),))
 
 
 def corpus_sections(corpus: Corpus) -> list[Block]:

@@ -20,8 +20,6 @@ from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.plugins.bugs.bugfile import Bug, BugFile, read_bugs
 from harness.plugins.bugs.corpus import Corpus, Proof, proofs, provable_bugs
-from harness.plugins.bugs.export import constants, exported_case
-from harness.plugins.bugs.pytest_file import models, pytest_file
 from harness.plugins.bugs.sections import corpus_sections
 from harness.plugins.faults.faults import fault_named
 from harness.plugins.faults.mutation import MutationMatrix, Trial
@@ -30,7 +28,6 @@ from harness.report.sections import text_of
 from harness.running.selection import recorded_faults
 from harness.verdict import ExitCode, Verdict
 from tests.builders import make_known
-from tests.plugins.bugs.unit.test_export import CRASH, MISMATCH, SCALES, SCATTERED
 from tests.plugins.faults.unit.test_mutation import make_trial
 
 TRAINS = parse_case_id("single-tensorwise-v2048-s2-f64")
@@ -186,30 +183,9 @@ def test_the_shipped_bugs_are_many_and_different_and_each_can_be_proved() -> Non
 
 
 ROOT = Path(__file__).parents[4]
-PAGES = ROOT / "docs" / "upstream"
-BUGS = {f"test_{bug.id.replace('-', '_')}": bug for bug in read_bugs(ROOT / "cases" / "bugs")}
-SIGNATURES = {"engine/raised": (MISMATCH, CRASH), "graphs/rows": (SCATTERED,)}  # of numbers: SCALES
 
 
 def test_the_page_of_versions_has_every_named_change_of_torch() -> None:
     text = (ROOT / "docs" / "versions.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| `([\w/.]+)` \|", text, flags=re.MULTILINE)
     assert rows == [(change.name, change.since, change.file) for change in CHANGES]
-
-
-def test_a_page_has_all_its_parts_and_is_in_the_index() -> None:
-    for path in PAGES.glob("*.md"):
-        parts = ("Symptom", "Versions", "Reproduce", "The fix we tried") if path.stem != "index" else ()
-        assert all(f"\n## {part}\n" in path.read_text() for part in parts), path
-        assert path.stem == "index" or f"({path.name})" in (PAGES / "index.md").read_text(), path
-
-
-@pytest.mark.parametrize("path", sorted(PAGES.glob("test_*.py")), ids=lambda path: path.stem)
-def test_a_test_is_that_of_its_case(path: Path) -> None:
-    bug: BugFile = BUGS[path.stem]
-    text = path.read_text()
-    head = text[: text.index('"""', 3) + 3]
-    signatures = SIGNATURES.get(bug.bug.detected_by[0], (SCALES,))
-    values = (constants(exported_case(bug.runnable()), signature) for signature in signatures)
-    made = (pytest_file(chosen, head=head) for of_signature in values for _, chosen in models(of_signature))
-    assert text in made, f"run `fp8-harness bug export {bug.id} --pytest --output docs/upstream`"
