@@ -35,9 +35,7 @@ class OutOfScope(typing.NamedTuple):
 
 # The one list; what asks for it in configurations of other tools is in `harness/plugins/bugs/spellings.toml`.
 SCOPE = (
-    OutOfScope(
-        "a mixture of experts", "the built-in Llama has one: write experts, top_k and ep in a case"
-    ),
+    OutOfScope("a mixture of experts", "the built-in Llama has one: write experts, top_k and ep in a case"),
     OutOfScope("pipeline parallelism", "the built-in Llama has it: write pp, schedule and accumulation in a case"),
     OutOfScope("context parallelism", "the built-in Llama has it: write cp and sequence_order in a case"),
     OutOfScope(
