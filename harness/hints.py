@@ -38,7 +38,7 @@ def list_cases(sources: Sequence[str]) -> str:
 
 
 def run_cases(*words: str, root: str | None = None) -> str:
-    """Run tiers, files or ids, or repeats the words of an earlier run; --lf or --resume: what is left of the last one.
+    """Run tiers, files or ids, or repeat the words of an earlier run; --lf or --resume: what is left of the last one.
 
     `root` is what was given as --root.
     """
@@ -85,7 +85,7 @@ def choose_tier(file: str) -> str:
 
 
 def fit_costs() -> str:
-    """Measure what the cases of tier pr cost, references included, and stores it."""
+    """Measure what the cases of tier pr cost, references included, and store it."""
     measure = _command("run", "pr", "--json", "result.json")
     return f"FP8_HARNESS_STATE=$(mktemp -d) {measure} && {_command('dev', 'tier', '--fit', 'result.json')}"
 

@@ -361,7 +361,7 @@ def _plan(config: pytest.Config) -> Plan:
 
 
 def _asked(config: pytest.Config, part: type[Part]) -> Part:
-    """Return options of a part of `harness/run_options.py` that pytest was given, without those the default."""
+    """Return the options of a part of `harness/run_options.py` that pytest was given, without those the default."""
     from harness.run_options import options_of
 
     options = {name: option for name, option in options_of(part).items() if option.pytest_flag}

@@ -158,7 +158,7 @@ def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
 
 
 def unequal_replicas(traces: Iterable[Sketches]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
-    """Shard that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
+    """Return shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for key, rank, sketch in sketched(traces):
         holders[key, sketch.offset, sketch.local_shape][rank] = sketch.digest

@@ -41,9 +41,7 @@ class CastKey(NamedTuple):
 
 
 class MatmulKey(NamedTuple):
-    """Where a matmul happens: one GEMM of one linear in one step. The single-rank reference repeats it for every dp
-    rank.
-    """
+    """Where a matmul happens: a GEMM of a linear in a step. The single-rank reference repeats it per dp rank."""
 
     step: int
     fqn: str
@@ -166,7 +164,7 @@ def _reciprocal(value: float) -> float:
 
 
 def as_float32(value: float) -> float:
-    """Return rounded as torch rounds; infinite where float32 overflows."""
+    """Round as torch does; infinite where float32 overflows."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:
@@ -244,7 +242,7 @@ def earlier_casts(casts: Casts, rank: int, place: tuple[CastKey, int]) -> Iterat
 
 
 def _as_bfloat16(value: float) -> float:
-    """Return rounded to the nearest bfloat16, ties to even; NaN and infinity as they are."""
+    """Round to the nearest bfloat16, ties to even; keep NaN and infinity."""
     if not math.isfinite(value):
         return value
     (bits,) = struct.unpack("<I", struct.pack("<f", as_float32(value)))

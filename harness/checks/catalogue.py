@@ -108,7 +108,7 @@ MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measurin
 
 
 def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
-    """Return what ranks must be asked to record of a case on a device: fields of `RankTrace`, by the checks."""
+    """Return what ranks must be asked to record of a case on a device: fields of `RankTrace`, in check order."""
     asked = (record for check in CHECKS if not check.not_judged(expect, device) for record in check.asks(expect))
     return tuple(dict.fromkeys((*(record for record in asked if record not in expect.never_recorded), *MEASURED)))
 
@@ -118,7 +118,7 @@ _GENERAL = (traffic.VOLUME.name, local_parity.INCOMPARABLE.name)
 
 
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings by causes. Those that could not be checked say nothing about a cause and come last."""
+    """Return the findings in causal order. Those that could not be checked say nothing about a cause and come last."""
     all_findings = tuple(findings)
     wrong_from = _first_wrong_number(all_findings)
 
@@ -145,7 +145,7 @@ def _with_module(first: Finding, others: Sequence[Finding]) -> Finding:
 
 
 def first_effect(findings: Sequence[Finding]) -> int | None:
-    """Return index of the first finding that may follow from those before it; None if there is no such division."""
+    """Return the index of the first finding that may follow from those before it; None if there is no such division."""
     wrong_from = _first_wrong_number(findings)
     causes = [_may_be_cause(finding, wrong_from) for finding in findings]
     return causes.index(False) if causes[:1] == [True] and not all(causes) else None
@@ -184,7 +184,7 @@ _PLURAL = re.compile(r"\b(N (?:\w+ )?\w+?)s? (?:is|are)\b")
 
 
 def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None) -> FailureSignature | None:
-    """Return signature of a failure, of a recorded or expected one too; None if nothing failed or is found out."""
+    """Return the signature of a failure, of a recorded or expected one too; None if nothing failed or is found out."""
     if verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         return None
     if run is not None and run.causes:

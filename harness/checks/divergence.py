@@ -134,7 +134,7 @@ class _Comparison:
         return self._start_of_backward(first, ranks) or self._of_operand(first)
 
     def _causal_order(self, place: _Place) -> tuple[int, ...]:
-        """Stay of a pipeline execute other operands: there causes precede by microbatch, direction and stage."""
+        """Stages of a pipeline execute other operands: there causes precede by microbatch, direction and stage."""
         wrong, key, stage = place.wrong, place.key, stage_of(self._case, place.key.fqn)
         direction = (1, -stage) if _is_backward(key) else (0, stage)
         of_stages = ("evaluation" not in key, place.microbatch, *direction) if self._case.layout.pp > 1 else ()

@@ -31,9 +31,7 @@ NO_RANK = _rule("no-rank", "no rank left a trace")
 CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
 _OF_ALL = "{count} of {total:n linear|linears} "
 NOT_CONVERTED = _rule("not-converted", f"{_OF_ALL}were not converted to FP8 on {{ranks}}: {{names}}")
-CONVERTED = _rule(
-    "converted", f"{_OF_ALL}were converted to FP8 although the case excludes them, on {{ranks}}: {{names}}"
-)
+CONVERTED = _rule("converted", f"{_OF_ALL}were converted to FP8 although excluded, on {{ranks}}: {{names}}")
 TWICE = _rule("twice", f"{_OF_ALL}are recorded twice on {{ranks}}: {{names}}")
 FILTERS = _rule("filters", "filter_fqns {entries} match no linear on {ranks}")
 NOT_SCALED = _rule("not-scaled", "{ranks} ran without scaled matmuls")
@@ -81,7 +79,7 @@ def _converted(case: Case, run: Run, converted: tuple[str, ...]) -> Iterator[Fin
 
 
 def _executed(case: Case, run: Run) -> Iterator[Finding]:
-    """Yield scaled matmuls in every step of every rank, or none at all; their exact number is the check `matmuls`."""
+    """Yield ranks without scaled matmuls, or with them in BF16; their exact number is the check `matmuls`."""
     enabled = case.float8.enabled
     wrong = [trace.rank for trace in run.traces if any((step.scaled_mm_calls > 0) != enabled for step in trace.steps)]
     idle = [trace.rank for trace in run.traces if not trace.steps]

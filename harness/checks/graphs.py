@@ -200,7 +200,7 @@ def _example(call: FusedCall) -> str:
 
 
 def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
-    """Yield the first tensor of generated code that is too far off, by execution: no other is its reason."""
+    """Yield the first tensor of generated code that is too far off, in execution order: no other is its reason."""
     compared: list[Compared] = []
     for result in recorded.generated:
         limit = allowed_distance(case, result, emulated=recorded.emulates_roundings)

@@ -54,11 +54,8 @@ PROVES_NOTHING = _rule(
     stage=Stage.RUN,
     judged=False,
 )
-LOSS = _rule(
-    "loss",
-    "the loss differs by {difference:+.3g} from the golden at step {step}, tolerance {allowed:.3g}",
-    numeric=True,
-)
+_OFF = "the loss differs by {difference:+.3g} from the golden at step {step}, tolerance {allowed:.3g}"
+LOSS = _rule("loss", _OFF, numeric=True)
 
 
 @_rule.judged_by(

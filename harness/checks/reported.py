@@ -52,7 +52,7 @@ def _ranks(case: Case, run: Run) -> Iterator[Finding]:
 
 
 def _steps(case: Case, run: Run) -> Iterator[Finding]:
-    """Step 1 to n, each once and in order."""
+    """Yield steps 1 to n, each once and in order."""
     expected = tuple(range(1, case.train.steps + 1))
     for steps, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
         if steps != expected:

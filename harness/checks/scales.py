@@ -238,7 +238,7 @@ def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, fl
 
 
 def _separate_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    """Yield activations of data-parallel ranks are different tensors: sharing all scales cannot be a coincidence."""
+    """Activations of data-parallel ranks are different tensors: sharing all scales cannot be a coincidence."""
     if case.layout.dp == 1 or 0 not in casts:
         return
     dp_ranks = peers(case.layout, 0, DP_AXES)

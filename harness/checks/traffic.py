@@ -313,7 +313,7 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Findi
 
 
 def _amax_reductions(step: _Step) -> Iterator[Finding]:
-    """Yield reductions by max compute scales, except for one per token with loss parallel."""
+    """Reductions by max compute scales, except for one per token with loss parallel."""
     within = {key for key, limits in step.allowed.items() if limits.allow_number(step.found.get(key, Volume()))}
     expected, found = _max_reductions(step.expected, within), _max_reductions(step.found, within)
     extra = {axis: count - expected[axis] for axis, count in found.items() if count > expected[axis]}

@@ -163,7 +163,7 @@ class ForkServerClient:
                     return message
 
     def submit(self, share: Share, report: Callable[[ShareEvent], None]) -> tuple[int, Future[ShareOutcome]]:
-        """Submit a share; returns its ticket and the future of its outcome. Either raises Fork serverLost if it died.
+        """Submit a share; returns its ticket and the future of its outcome. Either raises ForkServerLost if it died.
 
         `report` is called in a thread of this client, which waits for it.
         """

@@ -232,7 +232,7 @@ ARITHMETIC = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTI
 
 
 def arithmetic_limits() -> str:
-    """Return environment variables that limit CPU arithmetic, as `NAME=value NAME=value`; empty if none is set."""
+    """Return the environment variables that limit CPU arithmetic, as `NAME=value NAME=value`; empty if none is set."""
     return " ".join(f"{name}={os.environ[name]}" for name in ARITHMETIC if os.environ.get(name))
 
 

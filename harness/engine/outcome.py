@@ -4,8 +4,7 @@ Functions on values: `supervisor.py` and `torchrun.py` watch the processes. Ever
 `run_with_retries`, whatever asks for it, which tries again what the machine ended.
 
 What ranks did themselves is never tried again until it passes. A fork server serves several jobs, and its death ends
-all of them: each is tried again on its own fork server, so that one which kills its fork server does no harm to
-the others.
+all of them: each is tried again on its own fork server, so that a job which kills its server does not harm others.
 """
 
 import signal
@@ -24,7 +23,7 @@ DEATH_LEAD_S = 0.1
 
 
 def describe_exit(returncode: int, *, returned: bool, oom_kills: int) -> tuple[RankStatus, str]:
-    """Stay and message of a rank that exited on its own. `returncode` is as in subprocess: -N means signal N.
+    """Return status and message of a rank that exited on its own. `returncode` is as in subprocess: -N means signal N.
 
     `oom_kills` is how many processes the kernel's OOM killer ended during the job.
     """
@@ -209,13 +208,9 @@ def _another_is_due(attempts: tuple[JobOutcome, ...]) -> bool:
 
 
 def _concluded(attempts: tuple[JobOutcome, ...]) -> JobOutcome:
-    """Return the last attempt; a crash where every fork server was lost, unless the kernel had no memory for one of
-    them.
-    """
+    """Return the last attempt; a crash if every fork server was lost, unless the kernel was out of memory."""
     last, lost = attempts[-1], [attempt for attempt in attempts if attempt.fork_server_lost]
     if not last.fork_server_lost or len(lost) < FORK_SERVER_ATTEMPTS or any(attempt.out_of_memory for attempt in lost):
         return last
-    message = (
-        f"its fork server was lost {len(lost)} times, the last {len(lost) - 1} with no other job on it: {last.message}"
-    )
+    message = f"its fork server was lost {len(lost)} times, in the end with no other job on it: {last.message}"
     return replace(last, status="crash", message=message)

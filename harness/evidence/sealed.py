@@ -1,4 +1,4 @@
-"""Sealed files: JSON that only the tool writes, with its own digest content.
+"""Sealed files: JSON that only the tool writes, with a digest of its own content.
 
 Reading detects edits by hand, truncation and bad merges. The digest protects against accidents and shortcuts, not
 against an attacker.

@@ -86,7 +86,7 @@ class Expectations:
 
     @functools.cached_property
     def compiled_casts(self) -> CompiledCasts | None:
-        """Return casts of compiled blocks in one step; None if the blocks are not known, and in an eager case."""
+        """Return the casts of compiled blocks in one step; None if the blocks are not known, and in an eager case."""
         if not self.has_formulas or self.case.compile == "none":
             return None
         inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
@@ -115,7 +115,7 @@ class Expectations:
 
     @functools.cached_property
     def cast_calls(self) -> int:
-        """Cast to float8 by the linears of one rank in one step, without those of FSDP2."""
+        """Return casts to float8 by the linears of one rank in one step, without those of FSDP2."""
         return sum(len(forms) for site, forms in self.casts.items() if site.phase not in model.OF_GATHERS)
 
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:

@@ -231,7 +231,7 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
 
 
 def forward_maxima(case: Case, linears: Sequence[str]) -> int:
-    """Cast with one scale in a forward of a block. Float8 TP styles cast inputs of attention and feed-forward once."""
+    """Casts with one scale in a forward of a block. Float8 TP styles cast inputs of attention and feed-forward once."""
     scaling = case.float8.traits.scaling
     weights = 0 if case.float8.fp8_all_gather or scaling.get("w") != "ten" else len(linears)
     if case.float8.tp_styles == "float8":
@@ -281,7 +281,7 @@ def _is_whole(case: Case, layer: int) -> bool:
 
 
 def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
-    """Scale that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
+    """Scales that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
 
     Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward. No
     ranks share a block of MXFP8, so they agree on none of its scales.
@@ -399,7 +399,7 @@ def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage
 
 
 def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
-    """Yield each mixture keeps its token counts of the last forward, which the model adds up after all blocks."""
+    """Each mixture keeps its token counts of the last forward, which the model adds up after all blocks."""
     for layer in case.model.expert_layers:
         purpose = f"the counts of tokens of layers.{layer}.moe"
         yield LiveStorage(dtype="int64", nbytes=case.model.experts * ITEM_BYTES["int64"], purpose=purpose)
@@ -438,7 +438,7 @@ def _generator_states(case: Case) -> Iterator[LiveStorage]:
 
 
 def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
-    """Weigh of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
+    """Yield weights of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
     for unit in fsdp_units(case, rank):
         ranks = ranks_of_unit(case, unit)
         for weight in () if unit.freed else unit.weights:

@@ -91,7 +91,7 @@ def _axes_of_several_ranks(case: Case) -> frozenset[str]:
 
 
 def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
-    """Weigh are gathered a unit at a time: as uint8 where its parameters have different dtypes.
+    """Weights are gathered a unit at a time: as uint8 where its parameters have different dtypes.
 
     FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
     with float8 weights always has mixed dtypes.
@@ -229,7 +229,7 @@ def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator[Transfer]:
-    """Stay that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
+    """Stages that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
     is_new = step in (1, (case.train.resumed_after or 0) + 1)
     if case.layout.pp == 1 or not (is_new or case.train.evaluate):
         return

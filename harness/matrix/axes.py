@@ -113,7 +113,7 @@ DEFAULTS = own_values(Case())
 
 
 def axis_values(case: Case) -> dict[str, object]:
-    """Return every axis of a case with its value, by `AXES`. Model sizes are the effective ones, never None."""
+    """Return every axis of a case with its value, in `AXES` order. Model sizes are the effective ones, never None."""
     shape = case.model.shape
     return own_values(case) | {name: getattr(shape, name) for name in ModelShape.__struct_fields__}
 

@@ -189,7 +189,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def cases_of_shard(cases: Sequence[Case], shard: Shard, price: Pricing) -> tuple[Case, ...]:
-    """Return cases of one shard, by `cases`, which has each once. Empty only where shards outnumber cases."""
+    """Return the cases of one shard, in the order of `cases`. Empty only where shards outnumber cases."""
     part = shards(cases, shard.count, price)[shard.index - 1]
     return tuple(case for case in cases if case_id(case) in part)
 

@@ -267,7 +267,7 @@ def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
-    """Check ask for the same ranks once per cast."""
+    """Checks ask for the same ranks once per cast."""
     mesh = mesh_with(layout, axes)
     mine = _coordinates(mesh, rank)
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())

@@ -230,7 +230,7 @@ def fit_costs(file: Path, *, command: str) -> Costs:
 
 
 def _fitted(samples: Sequence[tuple[Mapping[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Weigh by feature, none negative, and the median relative error. Small costs count as much as large ones."""
+    """Weights by feature, none negative, and the median relative error. Small costs count as much as large ones."""
     import numpy as np
 
     names = list(samples[0][0])

@@ -45,7 +45,7 @@ class OperatorCheck(Record, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Return unique and readable: `amax.d1k-8x16-f32-m4-S0`."""
+        """Return a unique and readable name: `amax.d1k-8x16-f32-m4-S0`."""
         words = [
             self.row + (f".{'x'.join(map(str, self.sizes))}" if self.sizes else ""),
             "x".join(map(str, self.shape)),

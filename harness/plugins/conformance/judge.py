@@ -281,7 +281,7 @@ def uneven_move_pads(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="redistribute", pattern="all_gather.*all_reduce")
 def redistribution_gathers_before_it_reduces(check: OperatorCheck) -> bool:
-    """Return mesh axes are redistributed from right to left: the shard is gathered first, then all of it is reduced."""
+    """Mesh axes are redistributed from right to left: the shard is gathered first, then all of it is reduced."""
     return check.inputs[0] == ("Psum", "S0") and check.target == ("R", "R")
 
 

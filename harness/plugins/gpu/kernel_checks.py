@@ -44,7 +44,7 @@ class KernelCheck(Record, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Return unique and readable: `rowwise-32x1024x64-e4m3xe4m3-b16-fast-integers`."""
+        """Return a unique and readable name: `rowwise-32x1024x64-e4m3xe4m3-b16-fast-integers`."""
         words = [self.scaling, f"{self.m}x{self.k}x{self.n}", f"{self.a}x{self.b}", _SHORT[self.out]]
         marks = [word for word, on in (("fast", self.fast), ("bias", self.bias), ("v2", self.v2)) if on]
         return "-".join([*words, *marks, self.misfit or self.values])

@@ -291,7 +291,7 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _planted(trial: Any) -> LevelItem:
-    """Return a fault without an effect must not be found, and one that breaks when injected proves nothing."""
+    """A fault without an effect must not be found, and one that breaks when injected proves nothing."""
     verdict = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
     says = tuple(filter(None, [trial.not_reached, ", ".join(trial.checks)]))
     good = trial.detected != trial.equivalent and not trial.not_reached

@@ -267,7 +267,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> int:
-        """Return most of the moments listed: in backward of the loss, of the last block and of the first, and in
+        """Return the most of the moments listed: in backward of the loss, of the last block and of the first, and in
         the update. A lower bound: casts in eager float8, and what else is alive for a moment, are missing.
         """
         last = self.before_backward - self.probabilities + self.block
@@ -338,7 +338,7 @@ def _loss_bytes(case: Case, probabilities: int) -> int:
 
 
 def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
-    """Weigh of two blocks as FSDP2 gathers them, and of one: unreduced gradients, what recomputing saves, gradients.
+    """Weights of two blocks as FSDP2 gathers them, and of one: unreduced gradients, what recomputing saves, gradients.
 
     The last are those of the feed-forward: two as wide as the model, three as wide as its hidden features. `units`: of
     the last block.

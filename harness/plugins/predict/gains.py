@@ -195,7 +195,7 @@ def compiled(case: Case) -> Case:
 
 
 def conversions(case: Case, machine: Machine) -> tuple[Conversion, ...]:
-    """Return every linear by a block, then the output layer. A linear that is kept is costed as if converted."""
+    """Return every linear in block order, then the output layer. A linear that is kept is costed as if converted."""
     converted = replace(case, float8=replace(case.float8, output_layer=True, filter_fqns=()))
     pairs: defaultdict[str, list[tuple[Gemm, Gemm]]] = defaultdict(list)
     for pair in zip(gemms(replace(case, float8=Float8())), gemms(converted), strict=True):
@@ -292,9 +292,7 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def timed_case(case: Case, *, warmup: int, steps: int) -> Case:
-    """Return case with these steps. Raises `HarnessError` for one that has no BF16 counterpart, or that does not train
-    through.
-    """
+    """Return the case with these steps. Raises `HarnessError` without a BF16 counterpart, or if it does not train."""
     where = case_id(case)
     if not case.float8.enabled:
         raise HarnessError(

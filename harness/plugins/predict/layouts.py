@@ -400,7 +400,7 @@ def _compared(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
 
 
 def _formulas(case: Case, rank: int) -> Counter[str]:
-    """Call and bytes of collectives, matmuls by shape, and FLOPs, in words."""
+    """Return calls and bytes of collectives, matmuls by shape, and FLOPs, in words."""
     wanted: Counter[str] = Counter()
     for term in expected_transfers(case, step=2, rank=rank, changes=installed_changes()):
         wanted[f"calls of {term.words}"] += term.times

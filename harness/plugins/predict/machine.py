@@ -130,7 +130,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine(name: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) -> Machine:
-    """Return machine with this device. Raises `HarnessError` for one not known, or that has no float8 matmuls."""
+    """Return the machine with this device. Raises `HarnessError` for one not known, or that has no float8 matmuls."""
     device = peak(name)
     if device.float8 is None:
         known = ", ".join(other.name for other in PEAKS if other.float8)

@@ -250,7 +250,7 @@ def _of_experts(case: Case) -> Iterator[Cast]:
 
 
 def _of_matmuls(case: Case, fqn: str, tokens: int, features: tuple[int, int], *, weights: int = 1) -> Iterator[Cast]:
-    """Yield operands of forward are cast again where the block is recomputed."""
+    """Operands of forward are cast again where the block is recomputed."""
     backwards = case.train.accumulation
     forwards = backwards * (1 + case.train.evaluate + is_checkpointed(case, fqn))
     inputs, outputs = features

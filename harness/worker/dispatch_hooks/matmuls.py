@@ -25,7 +25,7 @@ class GroupedMM(NamedTuple):
 
     @property
     def is_wgrad(self) -> bool:
-        """Group are along the contracted dim."""
+        """Groups are along the contracted dim."""
         return self.a.dim() == self.b.dim() == 2
 
     @property

@@ -284,7 +284,7 @@ class Lifetimes:
         return aged
 
     def _microbatch_of(self, module_pass: Pass) -> int:
-        """Call of a module are spread over microbatches evenly, in order; 0 where it is not known."""
+        """Calls of a module are spread over microbatches evenly, in order; 0 where it is not known."""
         if module_pass.number == 0:
             return 0
         return (module_pass.number - 1) * self.microbatches // self._calls[module_pass.fqn, module_pass.phase] + 1

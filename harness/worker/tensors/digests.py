@@ -47,7 +47,7 @@ def fingerprint(memory: memoryview | bytes) -> str:
 
 
 def bytes_of(tensor: torch.Tensor, *, transposed: bool | None = None) -> bytes:
-    """Return a copy of the bytes that `digest` is of; `transposed` reads the matrix by another one instead."""
+    """Return a copy of the bytes that `digest` is of; `transposed` reads the matrix in the order of another one."""
     if transposed is None:
         transposed = is_transposed(tensor)
     if transposed and tensor.stride() != (1, tensor.size(0)):

@@ -141,7 +141,7 @@ def _watch(prepared: Prepared, watching: ProbeSet, resumed: Discovery | None = N
 
 
 def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> tuple[Prepared, Resumed]:
-    """Return a target built anew and has the state of the one that was trained, and what became of that state."""
+    """Return a new target with the state of the trained one, and what became of that state."""
     assert folder is not None, "a run that is resumed has a folder"
     fresh = [prepare(resumed_case, prepared.world.device) for resumed_case in resumed_in(case)]
     resumed = hand_over(prepared.target, [rebuilt.target for rebuilt in fresh], folder, step=step)

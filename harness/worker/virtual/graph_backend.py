@@ -64,7 +64,7 @@ def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
 
 
 def _observed(module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Run the same operators in the same order, and calls the observers after each."""
+    """Run the same operators in the same order, and call the observers after each."""
 
     def run(inputs: list[Any]) -> Any:
         return _ObservedInterpreter(module).boxed_run(inputs)

@@ -37,7 +37,7 @@ def float8_config(float8: Float8) -> Float8LinearConfig:
 
 
 def _casts(config: Float8LinearConfig, traits: RecipeTraits) -> dict[str, CastConfig]:
-    """Return its own config for every operand: torchao changes those that it is given."""
+    """Return one config per operand, because torchao changes its arguments."""
     gradients = getattr(torch, traits.grad_output_dtype)
     return {
         field: CastConfig(
