@@ -129,7 +129,7 @@ def test_a_run_of_another_environment_or_with_an_edited_patch_is_not_resumed(pro
 )
 def test_nothing_else_is_selected_besides(shared: Command, more: str) -> None:
     done = shared.call("run", "--resume", *more.split())
-    assert done.returncode == 2 and "none can be given besides" in done.stderr
+    assert done.returncode == 2 and "a resumed run keeps its cases" in done.stderr
 
 
 def test_a_run_that_goes_on_is_listed_and_not_resumed(project: Command) -> None:
