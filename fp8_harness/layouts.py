@@ -66,7 +66,7 @@ def _judged(results: Mapping[str, CaseResult]) -> Mapping[str, str]:
     from harness.studies.layouts import word_of
 
     words = {layout: word_of(result) for layout, result in results.items()}
-    wrong = {layout: why for layout, (word, why) in words.items() if word in ("wrong", "not judged")}
+    wrong = {layout: why for layout, (word, why) in words.items() if word in ("wrong", "not checked")}
     for layout, why in wrong.items():
         text = three_lines(results[layout]) if results[layout].findings else why
         rest = [(other, results[other].headline or why) for other, why in wrong.items() if other != layout]

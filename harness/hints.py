@@ -67,15 +67,15 @@ def update_golden(case_id: str, *, device: str, root: Path) -> str:
     return _command(*_root(root), "baseline", "update", case_id, "--device", device, "--reason", "why it changes")
 
 
-def update_signature(case_id: str, *, root: Path) -> str:
+def update_profile(case_id: str, *, root: Path) -> str:
     """Records what a run of a case does, by which later runs are checked."""
-    words = ("--signatures", "--device", "cpu", case_id, "--reason", "why it changes")
+    words = ("--profiles", "--device", "cpu", case_id, "--reason", "why it changes")
     return _command(*_root(root), "baseline", "update", *words)
 
 
 def update_missing(kind: str, asked: Sequence[str], *, root: str | None) -> str:
-    """Make the "goldens" or "signatures" that are not stored; `asked` are the words that selected the cases."""
-    option = ("--signatures",) if kind == "signatures" else ()
+    """Make the "goldens" or "profiles" that are not stored; `asked` are the words that selected the cases."""
+    option = ("--profiles",) if kind == "profiles" else ()
     words = (*option, *asked, "--missing", "--reason", f"first {kind}")
     return _command(*_given(root), "baseline", "update", *words)
 

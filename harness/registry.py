@@ -42,7 +42,7 @@ _HOMES: Mapping[str, str] = {
     "compare records": "exec",
     "configurations": "bugs",
     "mutation testing": "faults",
-    "planted faults": "faults",
+    "injected faults": "faults",
     "watch a model": "exec",
 }
 

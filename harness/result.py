@@ -47,7 +47,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def short_commit(self) -> str:
-        """Return the first characters of the commit, with "+" where tracked files differ from it; empty without git."""
+        """The first characters of the commit, with "+" where tracked files differ from it; empty without git."""
         commit, dirty, _ = self.commit.partition("-dirty")
         return "" if commit == "unknown" else f"{commit[:9]}{'+' if dirty else ''}"
 
@@ -90,7 +90,7 @@ class CastRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def lost(self) -> float:
-        """Return the share of elements that lost their value; infinite where it is not known."""
+        """The share of elements that lost their value; infinite where it is not known."""
         lost = self.saturated + self.flushed
         return math.inf if math.isnan(lost) else lost
 
@@ -176,7 +176,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     curves: Mapping[str, Curve] = {}
     loss_distance: float | None = None  # the largest from the golden, in nats
     parity: float | None = None  # the largest relative distance of a gradient from solo
-    local_parity: float | None = None  # the largest relative distance of a tensor of a module from its replay
+    module_replay: float | None = None  # the largest relative distance of a tensor of a module from its replay
     flushed: float | None = None  # the share of all values that casts to float8 made zero; None: no cast was recorded
     scaled_mm_calls: int | None = None  # of all ranks and steps
     flops: Mapping[str, Multiplied] = {}  # by part and precision: "matmuls in float8", "attention in bfloat16"
@@ -188,7 +188,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wire_bytes(self) -> int | None:
-        """Return inputs of all collectives of all ranks and steps; None if none were recorded."""
+        """Inputs of all collectives of all ranks and steps; None if none were recorded."""
         return sum(sent.payload_bytes for sent in self.wire.values()) if self.wire else None
 
 
@@ -325,7 +325,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def excused(self) -> bool:
-        """Return True if it is not good and counts against no run: it is quarantined, or only differs from a formula.
+        """True if it is not good and counts against no run: it is quarantined, or only differs from a formula.
 
         The latter with an unreleased build alone: a release can be verified, once for all who use it.
         """
@@ -334,12 +334,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def headline(self) -> str:
-        """Return the first of the three lines: what is wrong; empty if nothing is."""
+        """The first of the three lines: what is wrong; empty if nothing is."""
         return self.three_lines.what
 
     @property
     def three_lines(self) -> Headline:
-        """Return what is wrong, why we say so and what to do next; empty if nothing is."""
+        """What is wrong, why we say so and what to do next; empty if nothing is."""
         fixed = self.with_fix is not None and self.with_fix.verdict is Verdict.PASSED
         return headline_of(self.findings, command=self.command, ranks=self.world_size, fixed=fixed)
 
@@ -350,7 +350,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def cpu_s(self) -> float:
-        """Return user + system seconds of all ranks and attempts."""
+        """User + system seconds of all ranks and attempts."""
         return sum(attempt.cpu_s for attempt in self.attempts)
 
 
@@ -389,17 +389,17 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cpu_s(self) -> float:
-        """Return user + system seconds of the ranks of all cases, without witnesses."""
+        """User + system seconds of the ranks of all cases, without witnesses."""
         return sum(result.cpu_s for result in self.results)
 
     @property
     def totals(self) -> dict[str, int]:
-        """Return the number of cases of every verdict."""
+        """The number of cases of every verdict."""
         return verdict_totals([result.verdict for result in self.results])
 
     @property
     def check_totals(self) -> dict[str, int]:
-        """Return how many checks were checked over all cases, and how many were not."""
+        """How many checks were checked over all cases, and how many were not."""
         return {
             "judged": sum(len(result.checks) for result in self.results),
             "not_judged": sum(len(result.not_judged) for result in self.results),

@@ -322,11 +322,11 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
             f"{counted(len(missing), 'golden')} not stored{why}: "
             f"BF16 references are run on this machine in their place and kept.{fix}"
         )
-    signatures = [name for name in judge.missing_signatures if plan.choice(parse_case_id(name)).device == "cpu"]
-    if signatures:
-        fix = f" To record them: `{update_missing('signatures', asked, root=plan.root_option)}`." if store else ""
+    profiles = [name for name in judge.missing_profiles if plan.choice(parse_case_id(name)).device == "cpu"]
+    if profiles:
+        fix = f" To record them: `{update_missing('profiles', asked, root=plan.root_option)}`." if store else ""
         progress.note(
-            f"{counted(len(signatures), 'signature')} not recorded, so traffic and memory there are not checked.{fix}"
+            f"{counted(len(profiles), 'profile')} not recorded, so traffic and memory there are not checked.{fix}"
         )
 
 

@@ -25,11 +25,11 @@ from harness.checks import (
     fp8_on,
     graph_scales,
     graphs,
-    local_parity,
     loss_vs_golden,
     memory,
     metamorphic,
     model,
+    module_replay,
     parity,
     recompute,
     reported,
@@ -71,8 +71,8 @@ CHECKS: tuple[Check, ...] = (
     memory.check_memory,
     memory.check_live_memory,
     memory.check_leaks,
-    metamorphic.check_signature,
-    local_parity.check_local_parity,
+    metamorphic.check_profile,
+    module_replay.check_module_replay,
     metamorphic.check_metamorphic,
     *(load(place) for plugin in plugins() for place in plugin.checks),
 )
@@ -114,7 +114,7 @@ def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
 
 
 # Rules that count, or that give up, say less than those beside them that name what is counted.
-_GENERAL = (traffic.VOLUME.name, local_parity.INCOMPARABLE.name)
+_GENERAL = (traffic.VOLUME.name, module_replay.INCOMPARABLE.name)
 
 
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:

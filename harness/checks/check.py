@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.evidence.golden import Golden
-from harness.evidence.signature import Signature
+from harness.evidence.profile import Profile
 from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -38,7 +38,7 @@ class Stage(enum.Enum):
     # From here on: what is wrong because something else is, or the only sign of a fault that no rule above describes.
     MODULE = "the inputs match, the output does not"
     OPERAND = "the first operand that differs names the module behind it"
-    NO_NUMBER = "after NaN or Inf in a loss, gradients are NaN or Inf too"
+    NONFINITE = "after NaN or Inf in a loss, gradients are NaN or Inf too"
     MEMORY = "a tensor that is kept too long may be reused"
     STEP = "a rank contradicts itself"
     SAME_LAYOUT = "compared with the same layout, so few causes remain"
@@ -153,10 +153,10 @@ class Rules:
         """Return the decorator of the function of the check. `fields`: those of `Check`."""
         return partial(Check, declares=self, **fields)
 
-    def no_witness(self) -> Rule:
+    def no_reference(self) -> Rule:
         """Return the rule of a check that lacks a run to compare with."""
         says, only = "{who} could not be run{why}", "a missing reference"
-        return self("no-witness", says, stage=Stage.RUN, judged=False, located=False, only=only)
+        return self("no-reference", says, stage=Stage.RUN, judged=False, located=False, only=only)
 
 
 def by_name(rules: Iterable[Rule]) -> Mapping[str, Rule]:
@@ -274,8 +274,8 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     expect: Expectations
     records: tuple[str, ...] = ()  # the fields of `RankTrace` that the ranks were asked to fill
     golden: Golden | None = None
-    signature: Signature | None = None
-    update_signature: str = ""  # the command that records one
+    profile: Profile | None = None
+    update_profile: str = ""  # the command that records one
     tolerance: Tolerance | None = None
     parity_tolerance: Tolerance | None = None
     reference: Run | None = None  # the BF16 reference that was run for want of a golden
@@ -283,7 +283,7 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     solo: Run | None = None  # the run of the single-rank reference with the same recipe
     replay: Run | None = None  # this very run again, module by module on one rank
     partner: Run | None = None  # the run of `expect.relation.partner`
-    partner_has_fix: bool = False  # counterpart and signature are of a run with the candidate fix, as the second run is
+    partner_has_fix: bool = False  # counterpart and profile are of a run with the candidate fix, as the second run is
 
 
 CheckFunction = Callable[[Case, Run, Witnesses], Iterable[Finding]]
@@ -316,9 +316,9 @@ class Check(msgspec.Struct, frozen=True):
     formula: str | None = None  # the formula of `expect/` that it evaluates
     explains_failures: bool = False  # it also runs when ranks failed
     needs_linears: bool = False  # which, of a model that is not known, its single-rank reference tells
-    needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
+    needs_profile: bool = False  # it compares with what was recorded, where that was done with these versions
     needs_relation: bool = False  # it compares with a counterpart, which not every case has
-    judges_partner: bool = False  # it checks the counterpart of a compiled case, whose modules cannot be recorded
+    checks_counterpart: bool = False  # it checks the counterpart of a compiled case, whose modules cannot be recorded
 
     @property
     def name(self) -> str:
@@ -359,7 +359,7 @@ class Check(msgspec.Struct, frozen=True):
 
     def records_of(self, expect: Expectations) -> tuple[str, ...]:
         """Return the fields of `RankTrace` that ranks must have filled; none where it checks the counterpart."""
-        if self.judges_partner and expect.stands_for_modules:
+        if self.checks_counterpart and expect.stands_for_modules:
             return ()
         return self.compiled_records or self.records if expect.case.compile != "none" else self.records
 

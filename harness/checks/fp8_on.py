@@ -128,7 +128,7 @@ NUMBER = _matmuls(
 def _not_counted(expect: Expectations, device: str) -> str:
     if expect.has_formulas or expect.case.compile == "none":
         return ""
-    return "calls of linears are not counted in compiled runs; see `signature`"
+    return "calls of linears are not counted in compiled runs; see `profile`"
 
 
 @_matmuls.judged_by(

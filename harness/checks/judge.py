@@ -126,9 +126,9 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
     reason = next(
         (lost[record] for record in check.reads(expect) if record in lost and record not in expect.not_recorded), None
     )
-    if reason is None and run.traces and check.needs_signature:
-        recorded, command = witnesses.signature, witnesses.update_signature
-        gap = "no signature is recorded" if recorded is None else recorded.version_gap(run.traces[0].software)
+    if reason is None and run.traces and check.needs_profile:
+        recorded, command = witnesses.profile, witnesses.update_profile
+        gap = "no profile is recorded" if recorded is None else recorded.version_gap(run.traces[0].software)
         reason = None if gap is None else f"{gap}; `{command}` records one"
     return None if reason is None else NotJudged(check=check.name, reason=reason, unverified=True)
 
@@ -140,8 +140,8 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
         return reason
     if check.needs_relation and expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
-    of_partner = check.needs_relation or (check.judges_partner and expect.stands_for_modules)
-    if (of_partner or check.needs_signature) and witnesses.partner_has_fix:
+    of_partner = check.needs_relation or (check.checks_counterpart and expect.stands_for_modules)
+    if (of_partner or check.needs_profile) and witnesses.partner_has_fix:
         return "checked in the second run, with the candidate fix"
     return None
 

@@ -56,7 +56,7 @@ def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
         same_bits=parity.same_bits(run, solo) if solo is not None else None,
         loss_distance=_worst([abs(loss - reference) for loss, reference in both]),
         parity=_parity(case, run, solo) if solo is not None else None,
-        local_parity=_worst([tensor.distance for tensor in replayed if tensor.problem is None]),
+        module_replay=_worst([tensor.distance for tensor in replayed if tensor.problem is None]),
         flushed=_flushed(traces),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
         flops=_flops(traces),
@@ -266,7 +266,7 @@ def _values(numbers: Numbers) -> Mapping[str, object]:
         FLUSHED: numbers.flushed,
         "loss distance": numbers.loss_distance,
         "parity": numbers.parity,
-        "per-module replay": numbers.local_parity,
+        "per-module replay": numbers.module_replay,
     }
 
 

@@ -146,8 +146,8 @@ def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str,
 
 S = TypeVar("S", LiveTensor, LiveStorage)
 
-_live = Rules("live_memory", Stage.MEMORY, only={"a damaged trace": "no-census"})
-NO_CENSUS = _live("no-census", "no record of live memory {when}")
+_live = Rules("live_memory", Stage.MEMORY, only={"a damaged trace": "no-scan"})
+NO_SCAN = _live("no-scan", "no record of live memory {when}")
 TOO_MUCH = _live("too-much", "{tensors} is alive {when} for no known reason", key=("when",), formula=LIVE_MEMORY)
 TOO_LITTLE = _live("too-little", "{purpose} is not alive {when}", key=("purpose", "when"), formula=LIVE_MEMORY)
 SCALARS = _live("scalars", "wrong number of scalars alive {when}", key=("when",), formula=LIVE_MEMORY)
@@ -178,7 +178,7 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
         for step in range(1, expect.case.train.steps + 1):
             live = alive.get((moment, step))
             if live is None:
-                yield NO_CENSUS.finding(when=when, step=step, expected="one", found="none")
+                yield NO_SCAN.finding(when=when, step=step, expected="one", found="none")
                 break
             scalars = expected_scalars(expect.case, moment=moment, step=step)
             finding = _difference(live, expected, scalars, step, when)
@@ -205,8 +205,8 @@ def _difference(
 
 SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
 
-_leaks = Rules("leaks", Stage.MEMORY, only={"a damaged trace": "no-census"})
-NO_CENSUS_OF_LEAKS = _leaks("no-census", "no record of live memory {when}")
+_leaks = Rules("leaks", Stage.MEMORY, only={"a damaged trace": "no-scan"})
+NO_SCAN_OF_LEAKS = _leaks("no-scan", "no record of live memory {when}")
 GROWS = _leaks("grows", "live memory grows: {tensors} is alive {when} and was not in step {settled}", key=("when",))
 MORE_SCALARS = _leaks("scalars", "live memory grows by scalars {when}", key=("when",))
 SHRINKS = _leaks("shrinks", "live memory shrinks {when}", key=("when",))
@@ -229,7 +229,7 @@ def _changes(trace: RankTrace, *, steps: int) -> Iterator[Finding]:
         for step in range(SETTLED, steps + 1):
             live = alive.get((moment, step))
             if first is None or live is None:
-                yield NO_CENSUS_OF_LEAKS.finding(when=when, step=step, expected="one", found="none")
+                yield NO_SCAN_OF_LEAKS.finding(when=when, step=step, expected="one", found="none")
                 break
             if _contents(live) != _contents(first):
                 yield _change(first, live, step, when)

@@ -1,8 +1,8 @@
-"""Does a case compute what its counterpart computes, and do what it did when its signature was recorded?
+"""Does a case compute what its counterpart computes, and do what it did when its profile was recorded?
 
 The single-rank reference cannot answer this sharply where a layout sums in another order, because rounding hides
 differences. The counterpart is the same case without options that must be neutral: it has the same layout, so its
-results must match bit for bit. Which options are neutral is stated in `expect/relations.py`. A signature is what a run
+results must match bit for bit. Which options are neutral is stated in `expect/relations.py`. A profile is what a run
 of a case sent, multiplied and kept, for models that no formula describes.
 """
 
@@ -15,7 +15,7 @@ from harness.checks.assembly import SketchKey, assemble, relative_distances, ske
 from harness.checks.check import Rules, Stage, Witnesses, finished, first_of_each, merge_ranks
 from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished
-from harness.evidence.signature import Signature, is_memory, seen_in
+from harness.evidence.profile import Profile, is_memory, seen_in
 from harness.expect.expectations import Expectations
 from harness.expect.memory import describes
 from harness.expect.relations import Relation
@@ -27,7 +27,7 @@ from harness.trace.model import TensorSketch
 from harness.verdict import Finding, Value
 
 _rule = Rules("metamorphic", Stage.SAME_LAYOUT, only={"a damaged trace": "nothing-compared one-side"})
-NO_PARTNER = _rule.no_witness()
+NO_PARTNER = _rule.no_reference()
 _DIFFERS = "{noun} differ from {partner}; worst {module}: relative error {distance:.2g}"
 LOSS = _rule("loss", "loss differs from {partner}", numeric=True)
 GRAD_NORM = _rule("grad-norm", "grad norm differs from {partner}", numeric=True)
@@ -128,41 +128,41 @@ def _promise(relation: Relation) -> str:
     return f"{_partner(relation)}, which must match bit for bit"
 
 
-_signature = Rules("signature", Stage.COLLECTIVES, only={"an own target": "executed memory"})
+_profile = Rules("profile", Stage.COLLECTIVES, only={"an own target": "executed memory"})
 _SAYS = "number or size of {what} differs from the recorded profile"
-EXECUTED = _signature("executed", _SAYS, key=("what",))
-MEMORY = _signature("memory", _SAYS, stage=Stage.MEMORY, key=("what",))
+EXECUTED = _profile("executed", _SAYS, key=("what",))
+MEMORY = _profile("memory", _SAYS, stage=Stage.MEMORY, key=("what",))
 
 
-def _no_signature(expect: Expectations, device: str) -> str:
+def _no_profile(expect: Expectations, device: str) -> str:
     if expect.has_formulas:
         return "formulas cover what the model sends, multiplies and saves"
     return "" if describes(device) else "profiles are recorded on the virtual device"
 
 
-@_signature.judged_by(
+@_profile.judged_by(
     blind="A bug that was there when the profile was recorded.",
-    not_judged=_no_signature,
+    not_judged=_no_profile,
     records=("traffic", "saved_memory"),
     also_reads=("operands", "graphs"),
-    needs_signature=True,
+    needs_profile=True,
 )
-def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Does every rank do what it did when the signature of the case was recorded?
+def check_profile(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Does every rank do what it did when the profile of the case was recorded?
 
     The first finding names the command by which a change that is intended is recorded.
     """
-    signature = witnesses.signature
-    assert signature is not None, "without a profile the check is not executed"
-    findings = merge_ranks(run, lambda trace: first_of_each(_other_than_recorded(case, signature, trace)))
-    note = f"if it is intended, `{witnesses.update_signature}` records it"
+    profile = witnesses.profile
+    assert profile is not None, "without a profile the check is not executed"
+    findings = merge_ranks(run, lambda trace: first_of_each(_other_than_recorded(case, profile, trace)))
+    note = f"if it is intended, `{witnesses.update_profile}` records it"
     return [*(replace(first, notes=(note,)) for first in findings[:1]), *findings[1:]]
 
 
-def _other_than_recorded(case: Case, signature: Signature, trace: RankTrace) -> Iterator[Finding]:
+def _other_than_recorded(case: Case, profile: Profile, trace: RankTrace) -> Iterator[Finding]:
     recorded = {record.step for records in (trace.traffic, trace.saved_memory) for record in records or ()}
     for step in sorted({*range(1, case.train.steps + 1), *recorded}):
-        expected, found = signature.seen(step=step, rank=trace.rank), seen_in(trace, step)
+        expected, found = profile.seen(step=step, rank=trace.rank), seen_in(trace, step)
         for kind in dict.fromkeys((*expected, *found)):
             wanted, got = expected.get(kind, "none"), found.get(kind, "none")
             if wanted != got:

@@ -35,7 +35,7 @@ Tensors = dict[SketchKey, Assembled]
 FLOAT32_LOSS = Limit("parity.float32_loss")
 
 _rule = Rules("parity", Stage.ONE_RANK, only={"a missing reference": "no-tolerance"})
-NO_REFERENCE = _rule.no_witness()
+NO_REFERENCE = _rule.no_reference()
 NO_TOLERANCE = _rule("no-tolerance", "no parity tolerance {why}", stage=Stage.RUN, judged=False)
 _OFF = " differs from the single-rank reference by {distance:.2g}, tolerance {allowed:.2g}"
 LOSS = _rule("loss", "{number}" + _OFF, numeric=True)

@@ -23,8 +23,8 @@ OTHER_WORLD = _finite("other-world", "{ranks} outside the world of this case lef
 SEVERAL_TRACES = _finite("several-traces", "{ranks} left more than one trace")
 STEPS = _finite("steps", "{ranks} did not record steps 1 to {steps}")
 _BAD = "{quantity} is {value} at step {step} on rank {rank}; bad values: {count}, on {ranks}"
-LOSS = _finite("loss", _BAD, stage=Stage.NO_NUMBER, numeric=True)
-GRAD_NORM = _finite("grad-norm", _BAD, stage=Stage.NO_NUMBER, numeric=True)
+LOSS = _finite("loss", _BAD, stage=Stage.NONFINITE, numeric=True)
+GRAD_NORM = _finite("grad-norm", _BAD, stage=Stage.NONFINITE, numeric=True)
 
 
 @_finite.judged_by(blind="Numbers that are finite and wrong.")

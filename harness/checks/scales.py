@@ -317,7 +317,7 @@ ROUNDED, ROUNDED_DOWN = Limit("underflow.rounded"), Limit("underflow.rounded_dow
 MEASURED_STEPS = 5
 
 _underflow = Rules("underflow", Stage.OPERAND, located=True)
-NO_REFERENCE = _underflow.no_witness()
+NO_REFERENCE = _underflow.no_reference()
 NOTHING_COMPARED = _underflow(
     "nothing-compared",
     "no casts in common with the single-rank reference",

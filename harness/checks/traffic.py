@@ -140,7 +140,7 @@ def _not_judged(expect: Expectations, device: str) -> str:
 def _partly(expect: Expectations, device: str) -> str:
     if expect.has_formulas:
         return ""
-    return f"no formula for the model of {expect.case.target}: only general rules are checked; see `signature`"
+    return f"no formula for the model of {expect.case.target}: only general rules are checked; see `profile`"
 
 
 @_rule.judged_by(

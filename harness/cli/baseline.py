@@ -12,7 +12,7 @@ from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.options import Group
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, changes_between, curve_text, goldens_of, list_goldens, load_golden, unsound
-from harness.evidence.signature import Signature, list_signatures, load_signature, needs_signature
+from harness.evidence.profile import Profile, list_profiles, load_profile, needs_profile
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.hints import explain_case
 from harness.matrix.case import Case
@@ -34,7 +34,7 @@ Loaded = TypeVar("Loaded")
 
 _SHOW_EPILOG = """\b
 Examples:
-  fp8-harness baseline show                        goldens and signatures
+  fp8-harness baseline show                        goldens and profiles
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0 \\
       --curve golden.txt
@@ -52,9 +52,9 @@ Examples:
 
 @click.group(cls=Group, epilog="\b\nExamples:\n  fp8-harness baseline show\n  fp8-harness baseline check pr")
 def baseline() -> None:
-    """Manage goldens, signatures and tolerances.
+    """Manage goldens, profiles and tolerances.
 
-    A golden is a BF16 reference that losses are compared with. A signature records what runs of your own target send,
+    A golden is a BF16 reference that losses are compared with. A profile records what runs of your own target send,
     multiply, keep and fuse; the built-in Llamas have formulas for these. Tolerances are derived from measured noise.
     """
 
@@ -68,7 +68,7 @@ baseline.add_command(update_command)
 @options.curve_option
 @options.project_parameter
 def show_command(*, family: str | None, against: str | None, curve_file: Path | None, project: Project) -> None:
-    """List the stored goldens and signatures; or show one golden, or how the goldens differ from others."""
+    """List the stored goldens and profiles; or show one golden, or how the goldens differ from others."""
     if family is not None and against is not None:
         raise click.UsageError("give a FAMILY or --against, not both.")
     if family is None and curve_file is not None:
@@ -87,12 +87,12 @@ def show_command(*, family: str | None, against: str | None, curve_file: Path | 
 
 
 def _list(project: Project) -> None:
-    """Goldens by hardware class and family, then signatures by case."""
-    sound, errors = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
+    """Goldens by hardware class and family, then profiles by case."""
+    sound, errors = _sound(list_profiles(project.root), lambda name: load_profile(project.root, name))
     facts = [(key.hardware, key.family) for key in list_goldens(project.root)]
-    for name, signature in sound.items():
-        made = signature.provenance
-        facts.append(("signature", f"{name}  {made.created[:10]}  torch {made.software.get('torch')}  {made.reason}"))
+    for name, profile in sound.items():
+        made = profile.provenance
+        facts.append(("profile", f"{name}  {made.created[:10]}  torch {made.software.get('torch')}  {made.reason}"))
     options.print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
 
 
@@ -135,15 +135,15 @@ def _show_changes(project: Project, against: str) -> None:
 @options.run_option("device")
 @options.project_parameter
 def check_command(*, query: Query, device: str, project: Project) -> int:
-    """Check that stored goldens and signatures are sound, and none is missing for these cases (default: all tiers).
+    """Check that stored goldens and profiles are sound, and none is missing for these cases (default: all tiers).
 
-    Sound: digest, schema, name and numbers are right, and the provenance says where they come from. Signatures must be
+    Sound: digest, schema, name and numbers are right, and the provenance says where they come from. Profiles must be
     of the installed versions.
     """
     cases = asked_cases(project, query)
     names = [(key.hardware, key.family) for key in list_goldens(project.root)]
     commits, errors = _sound(names, lambda name: _commit(project, *name))
-    signatures, damaged = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
+    profiles, damaged = _sound(list_profiles(project.root), lambda name: load_profile(project.root, name))
     here = plan_without_ranks(msgspec.convert({"device": device}, PlanOptions))
     missing = () if errors or damaged else prepare_judge(project, cases, here).missing_goldens
     for line in (*errors, *(f"missing: {family}" for family in missing)):
@@ -151,7 +151,7 @@ def check_command(*, query: Query, device: str, project: Project) -> int:
     if changed := sum(commit.endswith("-dirty") for commit in commits.values()):
         click.echo(f"made from trees that differed from their commit: {changed}")
     click.echo(f"{counted(len(names), 'golden')}, {len(errors)} damaged, {len(missing)} missing")
-    signed = _check_signatures(project, cases, signatures, damaged)
+    signed = _check_profiles(project, cases, profiles, damaged)
     return ExitCode.GOOD if signed and not (errors or missing) else ExitCode.FAILED
 
 
@@ -163,19 +163,19 @@ def _commit(project: Project, hardware: str, family: str) -> str:
     return golden.provenance.commit
 
 
-def _check_signatures(
-    project: Project, cases: tuple[Case, ...], sound: Mapping[str, Signature], errors: Sequence[str]
+def _check_profiles(
+    project: Project, cases: tuple[Case, ...], sound: Mapping[str, Profile], errors: Sequence[str]
 ) -> bool:
-    """Print what is wrong with the signatures. Returns whether nothing is."""
+    """Print what is wrong with the profiles. Returns whether nothing is."""
     software = {name: version for name in ("torch", "torchao") if (version := installed_version(name)) is not None}
-    names = [case_id(case) for case in cases if needs_signature(case)]
-    missing = [name for name in names if name not in list_signatures(project.root)]
+    names = [case_id(case) for case in cases if needs_profile(case)]
+    missing = [name for name in names if name not in list_profiles(project.root)]
     old = {name: gap for name in names if name in sound and (gap := sound[name].version_gap(software)) is not None}
     for line in (*errors, *(f"missing: {name}" for name in missing), *(f"{name}: {gap}" for name, gap in old.items())):
         click.echo(line)
     if sound or errors or names:
         counts = f"{len(errors)} damaged, {len(missing)} missing, {len(old)} of other versions"
-        click.echo(f"{counted(len(sound) + len(errors), 'signature')}, {counts}")
+        click.echo(f"{counted(len(sound) + len(errors), 'profile')}, {counts}")
     return not (errors or missing or old)
 
 

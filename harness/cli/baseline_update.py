@@ -1,4 +1,4 @@
-"""`fp8-harness baseline update`: goldens, or the signatures of runs of the user's own targets."""
+"""`fp8-harness baseline update`: goldens, or the profiles of runs of the user's own targets."""
 
 import shlex
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +10,7 @@ from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.cli import options
 from harness.errors import HarnessError
 from harness.evidence.golden import GoldenChange, changed_files, replaced, stored_families, write_golden
-from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
+from harness.evidence.profile import compare_profiles, list_profiles, needs_profile, write_profile
 from harness.hints import LIST_BASELINES
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
@@ -22,12 +22,12 @@ from harness.running.identity import check_targets
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import results_of
-from harness.studies.records import References, SignatureChange, make_goldens, needed_references, record_signatures
+from harness.studies.records import ProfileChange, References, make_goldens, needed_references, record_profiles
 from harness.text import counted, format_ranks
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit
-_SHOWN_CHANGES = 40  # of one signature: more are in the file
+_SHOWN_CHANGES = 40  # of one profile: more are in the file
 
 _EPILOG = """\b
 Examples:
@@ -37,14 +37,14 @@ Examples:
       --reason "torch 2.14 changed AdamW"
   fp8-harness baseline update --only-failing \\
       --reason "torch 2.14 changed AdamW"
-  fp8-harness baseline update my.toml --signatures --missing \\
-      --reason "first signatures"
+  fp8-harness baseline update my.toml --profiles --missing \\
+      --reason "first profiles"
 """
 
 
 @click.command("update", epilog=_EPILOG)
 @options.query_parameter("expressions", "target")
-@click.option("--signatures", is_flag=True, help="Record signatures of your own targets in place of goldens.")
+@click.option("--profiles", is_flag=True, help="Record profiles of your own targets in place of goldens.")
 @click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family. Repeatable.")
 @click.option("--missing", is_flag=True, help="Only what is not stored.")
 @click.option("--only-failing", is_flag=True, help="Only families of cases whose loss failed in the last run.")
@@ -57,7 +57,7 @@ Examples:
 def update_command(  # noqa: PLR0913  one parameter per option
     *,
     query: Query,
-    signatures: bool,
+    profiles: bool,
     families: tuple[str, ...],
     missing: bool,
     only_failing: bool,
@@ -70,19 +70,19 @@ def update_command(  # noqa: PLR0913  one parameter per option
 ) -> int:
     """Run the BF16 reference of every family, show old and new values, and store the new ones.
 
-    With --signatures: run the cases, show what changed, and store their signatures. A case that fails a check is not
+    With --profiles: run the cases, show what changed, and store their profiles. A case that fails a check is not
     stored.
     """
-    baselines = "signatures" if signatures else "goldens"
+    baselines = "profiles" if profiles else "goldens"
     reason = require_reason(reason, "baseline update", baselines)
-    if signatures and (families or only_failing or hardware_name):
+    if profiles and (families or only_failing or hardware_name):
         raise click.UsageError("--family, --only-failing and --hardware are for goldens.")
     if not dry_run:
         project.check_writable()
         check_committed(project, baselines, allowed=allow_dirty)
     plan = plan_for()
-    if signatures:
-        return _update_signatures(project, query, plan, reason, missing=missing, dry_run=dry_run)
+    if profiles:
+        return _update_profiles(project, query, plan, reason, missing=missing, dry_run=dry_run)
     if only_failing:
         query = failing_losses(project, query)
     wanted = _wanted(project, plan, asked_cases(project, query), families, hardware_name, missing=missing)
@@ -135,30 +135,30 @@ def with_target_here(project: Project, references: Sequence[Case], *, named: boo
     return tuple(case for case in references if case.target not in absent)
 
 
-def _update_signatures(
+def _update_profiles(
     project: Project, query: Query, plan: Plan, reason: str, *, missing: bool, dry_run: bool
 ) -> ExitCode:
     plan = plan.on_cpu
     if plan.device != "cpu":
         fix = "add --device cpu."
-        raise HarnessError("signatures are recorded on the virtual device.", where=f"device {plan.device}", fix=fix)
-    cases = [case for case in asked_cases(project, query) if needs_signature(case)]
+        raise HarnessError("profiles are recorded on the virtual device.", where=f"device {plan.device}", fix=fix)
+    cases = [case for case in asked_cases(project, query) if needs_profile(case)]
     if not cases:
         fix = "select cases with a target of your own, or add --target my_pkg.my_target."
         raise NothingSelected("formulas describe the models of all these cases.", where="baseline update", fix=fix)
-    stored = {*list_signatures(project.root), *list_signatures(project.shipped)} if missing else set()
+    stored = {*list_profiles(project.root), *list_profiles(project.shipped)} if missing else set()
     cases = [case for case in cases if case_id(case) not in stored]
     if not cases:
-        raise NothingSelected("no signature is missing.", where="baseline update --missing")
+        raise NothingSelected("no profile is missing.", where="baseline update --missing")
     with options.open_progress() as progress:
-        made = record_signatures(project, tuple(cases), plan, progress, reason=reason, command=options.typed_command())
+        made = record_profiles(project, tuple(cases), plan, progress, reason=reason, command=options.typed_command())
     for change in made.changes:
         _show_change(change)
         if not dry_run:
-            click.echo(f"  stored in {write_signature(project.root, change.new)}")
+            click.echo(f"  stored in {write_profile(project.root, change.new)}")
     code = ended(made.failed, interrupted=made.interrupted)
     failed = counted(len(made.failed), "case")
-    click.echo(f"\n{counted(len(made.changes), 'signature')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
+    click.echo(f"\n{counted(len(made.changes), 'profile')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
     return code
 
 
@@ -174,13 +174,13 @@ def _stored_or_not(*, dry_run: bool) -> str:
     return "not stored (--dry-run)" if dry_run else "stored"
 
 
-def _show_change(change: SignatureChange) -> None:
-    """Print what ranks do otherwise than the stored signature says."""
-    changed = () if change.old is None else compare_signatures(change.old, change.new)
+def _show_change(change: ProfileChange) -> None:
+    """Print what ranks do otherwise than the stored profile says."""
+    changed = () if change.old is None else compare_profiles(change.old, change.new)
     summary = "new" if change.old is None else "changed" if changed else "unchanged"
     click.echo(f"\n{change.new.case_id}: {summary}")
     if change.old_error:
-        click.echo(f"  replaces a damaged signature: {change.old_error}")
+        click.echo(f"  replaces a damaged profile: {change.old_error}")
     for difference in changed[:_SHOWN_CHANGES]:
         values = f"{difference.old or 'none'} -> {difference.new or 'none'}"
         click.echo(f"  {difference.step}, {format_ranks(difference.ranks)}: {difference.what}: {values}")

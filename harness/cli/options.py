@@ -165,7 +165,7 @@ _NAMES: Mapping[str, Callable[[str], Iterable[str]]] = {
     "axes": _axis_words,
     "targets": lambda _: registry.targets(),
     "faults": lambda _: (
-        f"fault:{name}" for found in registry.answers("planted faults") for name in found.all_faults()
+        f"fault:{name}" for found in registry.answers("injected faults") for name in found.all_faults()
     ),
     "options of run": lambda _: (f"{name}=" for name in OTHERS),
     "bugs": lambda _: (file.stem for file in project_of().bugs.glob("*.toml")),

@@ -102,7 +102,7 @@ _VENDORS = {"sm": "nvidia", "gfx": "amd"}  # by what the name of an architecture
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where a golden or a signature comes from. `software` is what the rank reported: torch, torchao, numpy, python, …
+    """Where a golden or a profile comes from. `software` is what the rank reported: torch, torchao, numpy, python, …
 
     Goldens of earlier versions say nothing of the CPU; what is not said is not written, so their digests stay.
     """
@@ -238,8 +238,8 @@ def write_golden(root: Path, golden: Golden) -> Path:
 
 
 def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
-    """Return the goldens that are stored under the project root, sorted, without evidence and signatures."""
-    files = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
+    """Return the goldens that are stored under the project root, sorted, without evidence and profiles."""
+    files = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "profiles"))
     golden_files = (path for path in files if not path.name.startswith(EVIDENCE_OF_A_DEVICE))
     return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in golden_files))
 

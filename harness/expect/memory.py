@@ -63,7 +63,7 @@ def describes(device: str) -> bool:
 def undescribed(case: Case, device: str) -> str:
     """Return why they say nothing of a case on a device; empty if they do."""
     if not is_llama(case.target):
-        return f"no formula for the model of {case.target}; see `signature`"
+        return f"no formula for the model of {case.target}; see `profile`"
     if computes_on_plain_shards(case.target):
         return f"{OF_DTENSOR}: {case.target} saves and keeps other tensors"
     return "" if describes(device) else NOT_OF_THIS_DEVICE

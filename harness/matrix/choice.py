@@ -74,12 +74,12 @@ class Catalogue(Protocol):
 
 def planted_faults() -> tuple[PlantedFault, ...]:
     """Return every injected fault; none where no plug-in knows any."""
-    return tuple(fault for catalogue in answers("planted faults") for fault in catalogue.all_faults().values())
+    return tuple(fault for catalogue in answers("injected faults") for fault in catalogue.all_faults().values())
 
 
 def catalogue_of_faults(where: str) -> Catalogue:
     """Return injected faults, of which something at `where` cannot do without. HarnessError if no plug-in knows any."""
-    catalogue: Catalogue = answer("planted faults", where=where)
+    catalogue: Catalogue = answer("injected faults", where=where)
     return catalogue
 
 

@@ -256,7 +256,7 @@ def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
     return (
         ("loss, from the golden", shown(measured.loss_distance, f" nats{allowed}")),
         ("gradients, from the reference", shown(measured.parity, " relative")),
-        ("modules, from their replay", shown(measured.local_parity, " relative")),
+        ("modules, from their replay", shown(measured.module_replay, " relative")),
         ("scaled matmuls", "" if measured.scaled_mm_calls is None else str(measured.scaled_mm_calls)),
         *(
             (f"FLOPs of {words}", _beside(multiplied, measured.expected_flops.get(words), _multiplied))

@@ -69,9 +69,9 @@ def _facts(check: Check) -> Iterator[str]:
     if check.formula is not None:
         yield f"formula: {check.formula} (`harness/expect/`)"
     compared = (
-        (check.needs_signature, "the recorded signature"),
-        (check.needs_relation, "the partner without neutral options"),
-        (check.judges_partner, "the partner, of a compiled case"),
+        (check.needs_profile, "the recorded profile"),
+        (check.needs_relation, "the counterpart without neutral options"),
+        (check.checks_counterpart, "the counterpart, of a compiled case"),
     )
     if any(needed for needed, _ in compared):
         yield f"compares with: {', '.join(words for needed, words in compared if needed)}"

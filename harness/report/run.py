@@ -15,7 +15,7 @@ from harness.verdict import Finding, NotJudged, Verdict
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool = False) -> list[Block]:
     """Return the report for people; `rerun` is the command that runs what was not run.
 
-    `quiet`: without the table. `whole`: with all findings, and what was not judged.
+    `quiet`: without the table. `whole`: with all findings, and what was not checked.
     """
     ran = [result for result in run.results if result.ran]
     bad = [result for result in ran if not result.good and result.verdict is not Verdict.CHANGED]
@@ -60,7 +60,7 @@ def _short(result: CaseResult) -> str:
 
 
 def totals(run: RunResult) -> Iterator[Section]:
-    """Yield what ends a report: what differs from formulas, was not judged, not run or not stored, then the totals."""
+    """Yield what ends a report: what differs from formulas, was not checked, not run or not stored, then the totals."""
     yield _known_faults(run)
     yield differing_formulas(run)
     skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
@@ -104,7 +104,7 @@ def damage_section(lines: Sequence[str]) -> Section:
 
 
 def not_judged_section(run: RunResult) -> Section:
-    """Return every check that was not judged somewhere, with its reason and the number of cases."""
+    """Return every check that was not checked somewhere, with its reason and the number of cases."""
     return _not_judged("not checked", [unjudged for result in run.results for unjudged in result.not_judged])
 
 

@@ -234,7 +234,7 @@ def _summary(history: History) -> tuple[str, ...]:
 
 def _row(moment: Moment) -> tuple[str, ...]:
     numbers, environment = moment.case.measured, moment.run.start.environment
-    names = ("loss_distance", "local_parity", "parity", "flushed")
+    names = ("loss_distance", "module_replay", "parity", "flushed")
     shares = [getattr(numbers, name) if numbers else None for name in names]
     sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None, None)
     return (

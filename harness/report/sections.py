@@ -26,7 +26,7 @@ MOST = 4_000_000  # characters of a report, of which every line counts as at lea
 _PER_LINE = 100
 _LAST_COLUMN = 30  # a longer last cell is wrapped, into at least so many characters
 # Of verdicts, and of the words of `parity`; the others are red.
-_COLOURS = {
+_COLORS = {
     **dict.fromkeys(("passed", "equal", "rounding"), "green"),
     **dict.fromkeys(("known", "refused", "excluded"), "cyan"),
     "infra": "yellow",
@@ -49,7 +49,7 @@ class Verbatim(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Rows of texts. Column `verdict` colours its rows on a page, and its cells in a terminal."""
+    """Rows of texts. Column `verdict` colors its rows on a page, and its cells in a terminal."""
 
     rows: tuple[tuple[str, ...], ...]
     columns: tuple[str, ...] = ()
@@ -195,7 +195,7 @@ def _row_lines(table: Table, row: Sequence[str], indent: str, sizes: Sequence[in
     ]
     line = _rich(indent)
     for index, cell in enumerate(cells[:-1]):
-        line.append(cell, _colour(table, index, row[index])).append(_GAP)
+        line.append(cell, _color(table, index, row[index])).append(_GAP)
     first, *more = wrapped(cells[-1].rstrip(), room) or [""]
     below = " " * len(line)
     line.append(first).rstrip()
@@ -211,13 +211,13 @@ def _row_block(table: Table, row: Sequence[str], indent: str, width: int | None)
         yield _rich(indent + row[0])
     for line in map(_rich, wrapped(", ".join(others), width, indent + _INDENT, indent + 2 * _INDENT)):
         if table.verdict is not None:
-            line.highlight_words([row[table.verdict]], _colour(table, table.verdict, row[table.verdict]))
+            line.highlight_words([row[table.verdict]], _color(table, table.verdict, row[table.verdict]))
         yield line
     yield from map(_rich, wrapped(row[-1], width, indent + _INDENT))
 
 
-def _colour(table: Table, index: int, cell: str) -> str:
-    return _COLOURS.get(cell, "red") if index == table.verdict and cell not in table.columns else ""
+def _color(table: Table, index: int, cell: str) -> str:
+    return _COLORS.get(cell, "red") if index == table.verdict and cell not in table.columns else ""
 
 
 def markdown(blocks: Iterable[Block], *, level: int = 2, own: bool = False) -> str:

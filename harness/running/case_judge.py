@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from harness.checks import local_parity, loss_vs_golden, metamorphic, parity
+from harness.checks import loss_vs_golden, metamorphic, module_replay, parity
 from harness.checks.catalogue import CHECKS, by_cause
 from harness.checks.check import Witnesses, finished
 from harness.checks.divergence import with_operands
@@ -22,9 +22,9 @@ from harness.checks.model import reference_without_fsdp
 from harness.engine.messages import JobStatus
 from harness.evidence import references
 from harness.evidence.golden import Golden, find_golden, make_golden
+from harness.evidence.profile import Profile, find_profile, needs_profile
 from harness.evidence.references import RunsByRole
 from harness.evidence.sealed import Missing
-from harness.evidence.signature import Signature, find_signature, needs_signature
 from harness.evidence.tolerance import (
     SAME_ORDER,
     Tolerance,
@@ -38,7 +38,7 @@ from harness.evidence.verified import doubts, read_verified
 from harness.expect.expectations import Expectations
 from harness.expect.model import accumulates, found_model
 from harness.expect.upstream import installed_changes
-from harness.hints import update_signature
+from harness.hints import update_profile
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.records import PACKAGES, KnownFault, matching
@@ -50,7 +50,7 @@ from harness.sources import holds_for, installed_versions
 from harness.trace import Run
 from harness.verdict import GoldenSource, Verdict
 
-Evidence = TypeVar("Evidence", Golden, Tolerance, Signature)
+Evidence = TypeVar("Evidence", Golden, Tolerance, Profile)
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +71,8 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
         return self.witnesses.expect.refusal is None and self.witnesses.golden is None
 
     @property
-    def needs_signature(self) -> bool:
-        return needs_signature(self.witnesses.expect.case) and self.witnesses.signature is None
+    def needs_profile(self) -> bool:
+        return needs_profile(self.witnesses.expect.case) and self.witnesses.profile is None
 
 
 class CaseJudge:
@@ -102,9 +102,9 @@ class CaseJudge:
         return tuple(name for name, basis in self._judged_by.items() if basis.needs_golden)
 
     @property
-    def missing_signatures(self) -> tuple[str, ...]:
-        """Return the ids of the cases that are compared with a signature and have none, sorted."""
-        return tuple(sorted(name for name, basis in self._judged_by.items() if basis.needs_signature))
+    def missing_profiles(self) -> tuple[str, ...]:
+        """Return the ids of the cases that are compared with a profile and have none, sorted."""
+        return tuple(sorted(name for name, basis in self._judged_by.items() if basis.needs_profile))
 
     def expectation(self, case: Case) -> str | None:
         basis = self._judged_by[case_id(case)]
@@ -203,7 +203,7 @@ def _golden(basis: JudgedBy, have: RunsByRole) -> tuple[Golden | None, GoldenSou
     return golden, "run here"
 
 
-_COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # with one rank
+_COMPARED = (parity.check_parity.name, module_replay.check_module_replay.name)  # with one rank
 
 
 def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witnesses) -> Judgement:
@@ -264,10 +264,10 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, have: RunsByRole,
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
-    def __init__(self, project: Project, plan: Plan, *, signatures: bool) -> None:
+    def __init__(self, project: Project, plan: Plan, *, profiles: bool) -> None:
         self.root = project.root
         self.plan = plan
-        self._signatures = signatures
+        self._profiles = profiles
         self.installed = installed_versions(PACKAGES)
         self.changes = installed_changes()
         self.doubts = doubts(read_verified((project.shipped, project.root)), self.installed)
@@ -276,10 +276,10 @@ class _EvidenceReader:
     def golden(self, case: Case) -> Golden | None:
         return self._once(family_id(case), lambda: find_golden(self.root, self.plan.hardware, family_id(case)))
 
-    def signature(self, case: Case) -> Signature | None:
-        if not self._signatures or not needs_signature(case):
+    def profile(self, case: Case) -> Profile | None:
+        if not self._profiles or not needs_profile(case):
             return None
-        return self._once(case, lambda: find_signature(self.root, case_id(case)))
+        return self._once(case, lambda: find_profile(self.root, case_id(case)))
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
         key = (parity_key(case, self.plan.numerics), case.train.steps)
@@ -304,21 +304,21 @@ def prepare_judge(
     cases: Iterable[Case],
     plan: Plan,
     *,
-    signatures: bool = True,
+    profiles: bool = True,
     excuses: bool = True,
     goldens: bool = True,
 ) -> CaseJudge:
     """Return the judge of these cases, run by this plan.
 
-    `signatures`: it compares with those that are recorded. `excuses`: recorded faults explain failures. `goldens`: as
-    of `CaseJudge`. Raises `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable
+    `profiles`: it compares with those that are recorded. `excuses`: recorded faults explain failures. `goldens`: as
+    of `CaseJudge`. Raises `HarnessError` for a damaged golden or profile, an unfounded tolerance or an unreadable
     record of known faults.
     """
     cases, known = list(cases), known_here(project) if excuses else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     judged_by: dict[str, JudgedBy] = {}
     for own, positions in plan.parts(cases):
-        evidence = _EvidenceReader(project, own, signatures=signatures)
+        evidence = _EvidenceReader(project, own, profiles=profiles)
         judged_by |= {case_id(cases[at]): _judged_by(cases[at], evidence, known, fixes) for at in positions}
     return CaseJudge(judged_by, goldens=goldens)
 
@@ -348,8 +348,8 @@ def _judged_by(
         expect=expect,
         records=evidence.plan.records_of(case),
         golden=golden,
-        signature=evidence.signature(case),
-        update_signature=update_signature(case_id(case), root=evidence.root),
+        profile=evidence.profile(case),
+        update_profile=update_profile(case_id(case), root=evidence.root),
         tolerance=evidence.tolerance(case) if trains else None,
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,
     )

@@ -141,7 +141,7 @@ def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> Loc
 def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     compiles = "on" if plan.compiles else "off"
     options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
-    if plan.one_zygote:
+    if plan.one_fork_server:
         options["path"] = str(builds_folder())
     elif target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}

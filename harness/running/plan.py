@@ -156,7 +156,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     injections: tuple[Injection, ...] = ()
     probed: bool = False  # ranks record what checks read besides losses
     compiles: bool = False  # some case compiles its blocks: the fork server imports what that takes
-    one_zygote: bool = False  # for all targets: each rank imports its own after the fork
+    one_fork_server: bool = False  # for all targets: each rank imports its own after the fork
     timeout_s: float | None = None  # of every case; None scales it with the case
     timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
     max_failures: int | None = None  # stop after so many cases that are not good

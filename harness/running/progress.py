@@ -161,7 +161,7 @@ class LiveProgress:
         self._live.stop()
 
     def _line(self) -> Text:
-        """Return the line in neutral colours: red, yellow and green are of verdicts."""
+        """Return the line in neutral colors: red, yellow and green are of verdicts."""
         from rich.text import Text
 
         width, work = self._console.width, self._work

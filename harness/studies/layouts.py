@@ -19,7 +19,7 @@ from harness.verdict import Finding, Verdict
 
 USUAL: Mapping[str, object] = {"recipe": "rowwise", "dtype": "bfloat16"}  # where no case is given
 Word = Literal[
-    "equal", "rounding", "drift", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not judged"
+    "equal", "rounding", "drift", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not checked"
 ]
 ONE_ROUNDING = 2.0**-4  # of a value to float8 (e4m3): a gradient that is further off has more than that behind it
 _WORDS: Mapping[Verdict, Word] = {
@@ -60,12 +60,12 @@ def word_of(result: CaseResult) -> tuple[Word, str]:
         return "refused", said
     if result.verdict is not Verdict.PASSED:
         unjudged = result.findings and not any(finding.judged for finding in result.findings)
-        return "not judged" if unjudged else _WORDS.get(result.verdict, "wrong"), first
+        return "not checked" if unjudged else _WORDS.get(result.verdict, "wrong"), first
     if refusal is not None:
         return "refused", refusal.name
     worst = None if measured is None else measured.worst_gradient
     if measured is None or worst is None or worst.allowed is None:
-        return "not judged", "no gradient was compared with one rank"
+        return "not checked", "no gradient was compared with one rank"
     if not worst.distance <= worst.allowed:  # NaN is wrong
         return "wrong", f"{worst.fqn} is further from one rank than allowed"
     return "equal" if measured.same_bits else "drift" if worst.distance > ONE_ROUNDING else "rounding", ""

@@ -1,4 +1,4 @@
-"""Records that are made of runs and stored with the cases: goldens, signatures, verified formulas, costs of cases.
+"""Records that are made of runs and stored with the cases: goldens, profiles, verified formulas, costs of cases.
 
 Chooses the runs, and refuses unsound ones: a fault must not become what later runs are compared with. Stores nothing:
 the caller does, with `evidence/`.
@@ -20,9 +20,9 @@ from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.evidence.costs import Costs, case_features, solo_features
 from harness.evidence.golden import Golden, make_golden, provenance_of, source_commit
+from harness.evidence.profile import Profile, load_profile, make_profile
 from harness.evidence.references import RunsByRole
 from harness.evidence.sealed import stored_or_why
-from harness.evidence.signature import Signature, load_signature, make_signature
 from harness.evidence.verified import VerifiedWith
 from harness.expect.expectations import FORMULAS, Expectations
 from harness.hints import fit_costs as fit_costs_command
@@ -97,59 +97,59 @@ def _golden(result: CaseResult, *, reason: str, command: str, commit: str) -> Go
     return msgspec.structs.replace(made, provenance=msgspec.structs.replace(made.provenance, **on_cpu))
 
 
-class SignatureChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A new signature and the one that it replaces. `old_error` says why an existing file could not be read."""
+class ProfileChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A new profile and the one that it replaces. `old_error` says why an existing file could not be read."""
 
-    new: Signature
-    old: Signature | None
+    new: Profile
+    old: Profile | None
     old_error: str = ""
 
 
-class Signatures(msgspec.Struct, frozen=True, kw_only=True):
-    """The new signatures in the order of the cases, and the results of the cases of which none was made."""
+class Profiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The new profiles in the order of the cases, and the results of the cases of which none was made."""
 
-    changes: tuple[SignatureChange, ...]
+    changes: tuple[ProfileChange, ...]
     failed: tuple[CaseResult, ...]
     interrupted: bool
 
 
-def record_signatures(
+def record_profiles(
     project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, reason: str, command: str
-) -> Signatures:
-    """Run the cases and return their signatures with the stored ones.
+) -> Profiles:
+    """Run the cases and return their profiles with the stored ones.
 
-    The verdict is invariant for a run that passes every other check and of which no signature can be made. Of a case
+    The verdict is invariant for a run that passes every other check and of which no profile can be made. Of a case
     with a recorded fault its run with the fix is recorded.
     """
     plan = plan.on_cpu
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     provenance = {"command": command, "reason": reason, "commit": source_commit(project.root)}
-    made: dict[str, Signature] = {}
+    made: dict[str, Profile] = {}
 
     def review(judged: Judged) -> Judgement:
         if judged.judgement.verdict is not Verdict.PASSED:
             return judged.judgement
         name = case_id(judged.case)
         try:
-            made[name] = make_signature(judged.run, case_id=name, **provenance)
+            made[name] = make_profile(judged.run, case_id=name, **provenance)
         except HarnessError as error:
             finding = BROKEN.finding(error=f"{error.what} Fix: {error.fix}")
             return msgspec.structs.replace(judged.judgement, verdict=finding.verdict, findings=(finding,))
         return judged.judgement
 
-    judge = prepare_judge(project, cases, plan, signatures=False)
+    judge = prepare_judge(project, cases, plan, profiles=False)
     result = run_cases(project, cases, plan, judge, progress, review=review)
-    return Signatures(
+    return Profiles(
         changes=tuple(_change(project, made[of.case_id]) for of in result.results if of.case_id in made),
         failed=tuple(of for of in result.results if of.case_id not in made),
         interrupted=result.end.interrupted,
     )
 
 
-def _change(project: Project, new: Signature) -> SignatureChange:
-    old, why = stored_or_why(lambda: load_signature(project.root, new.case_id))
-    return SignatureChange(new=new, old=old, old_error=why)
+def _change(project: Project, new: Profile) -> ProfileChange:
+    old, why = stored_or_why(lambda: load_profile(project.root, new.case_id))
+    return ProfileChange(new=new, old=old, old_error=why)
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks.local_parity import TENSOR
+from harness.checks.module_replay import TENSOR
 from tests.acceptance.conftest import REPOSITORY, Command, empty_project
 from tests.lines import read_run
 
@@ -63,7 +63,7 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
     code, (case,), text = project.judged(OWN)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
-    assert {"loss_vs_golden", "parity", "local_parity", "scales", "traffic", "memory"} <= set(case["checks"])
+    assert {"loss_vs_golden", "parity", "module_replay", "scales", "traffic", "memory"} <= set(case["checks"])
     assert "1 case judged by tolerances that were derived" in text
 
 
@@ -72,7 +72,7 @@ def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project:
     code, (case,), _ = project.judged(LONG)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     skipped = {not_judged["check"]: not_judged["reason"] for not_judged in case["not_judged"]}
-    assert skipped["local_parity"] == "steps 3-49, and the update of step 50: modules are recorded in 3 steps"
+    assert skipped["module_replay"] == "steps 3-49, and the update of step 50: modules are recorded in 3 steps"
     code, (case,), _ = project.judged(LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
     assert (code, case["verdict"]) == (1, "numeric")
     assert case["findings"][0]["rule"] == TENSOR.name
@@ -83,4 +83,4 @@ def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project:
 def test_a_fault_in_a_model_of_ones_own_is_found(project: Project) -> None:
     code, (case,), _ = project.judged(OWN, "--inject", "fault:amax_not_reduced_over_tp")
     assert code == 1
-    assert {"scales", "local_parity"} <= failed_checks(case)
+    assert {"scales", "module_replay"} <= failed_checks(case)

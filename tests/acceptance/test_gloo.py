@@ -14,7 +14,7 @@ from tests.acceptance.conftest import REPOSITORY, Command, Inside
 from tests.fork_servers import ForkServers
 from tests.lines import read_run
 
-# The whole tier, with ranks whose sums have another order over gloo, is `make gloo`; two mesh axes and planted faults
+# The whole tier, with ranks whose sums have another order over gloo, is `make gloo`; two mesh axes and injected faults
 # are in `tests/worker/test_gloo.py` and `tests/power/test_matrix.py`.
 CASE = "tp2-rowwise-ac.full-v2048-s2-f64"  # of the tier, with fewer steps
 

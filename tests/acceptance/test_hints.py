@@ -138,15 +138,15 @@ def with_target(project: Command) -> None:
     project.cases("mine", f'{PASSES}, target = "mine"')
 
 
-def no_signatures(project: Command) -> str:
+def no_profiles(project: Command) -> str:
     with_target(project)
     done = project.call("run", "mine", *CPU)
     return next(line for line in done.stderr.splitlines() if " not recorded: " in line)
 
 
-def no_signature(project: Command) -> str:
+def no_profile(project: Command) -> str:
     with_target(project)
-    return next(line for line in project.call("run", "mine", *CPU).stdout.splitlines() if "no signature" in line)
+    return next(line for line in project.call("run", "mine", *CPU).stdout.splitlines() if "no profile" in line)
 
 
 def stale_choice(project: Command) -> str:
@@ -241,8 +241,8 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "compare_runs": (two_environments,),
     "repro_with": (broken_version,),
     "update_golden": (damaged_golden,),
-    "update_signature": (no_signature,),
-    "update_missing": (no_goldens, no_signatures),
+    "update_profile": (no_profile,),
+    "update_missing": (no_goldens, no_profiles),
     "choose_tier": (stale_choice,),
     "fit_costs": (damaged_costs,),
     "INSTALL_FOR_CPU": (),  # no command of ours, as the next

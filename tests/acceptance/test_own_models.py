@@ -1,4 +1,4 @@
-"""Models of a user that are built in other ways than the Llama: clean runs are clean, and planted faults are found."""
+"""Models of a user that are built in other ways than the Llama: clean runs are clean, and injected faults are found."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_fault_is_found_by_the_recorded_signature_and_by_nothing_else(project: Inside) -> None:
+def test_a_fault_is_found_by_the_recorded_profile_and_by_nothing_else(project: Inside) -> None:
     kept = ("--inject", "fault:float8_weight_kept_for_backward")
     code, out = run(project, SIGNED, *kept)
-    assert code == 0 and "memory in 1 case: no formula for the model of variants; see `signature`" in out, out
-    assert "signature in 1 case: no signature is recorded" in out, out
-    recorded = project.run("baseline", "update", "--signatures", SIGNED, "--reason", "first")
+    assert code == 0 and "memory in 1 case: no formula for the model of variants; see `profile`" in out, out
+    assert "profile in 1 case: no profile is recorded" in out, out
+    recorded = project.run("baseline", "update", "--profiles", SIGNED, "--reason", "first")
     assert recorded.returncode == 0 and run(project, SIGNED)[0] == 0, recorded.stdout + recorded.stderr
     code, out = run(project, SIGNED, *kept)
     words = sentence(metamorphic.MEMORY, what="float8_e4m3fn bytes saved for backward")

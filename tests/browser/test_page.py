@@ -393,7 +393,7 @@ def test_the_command_is_copied(opened: Opener, context: BrowserContext) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == f"fp8-harness bug shrink {WRONG}"
 
 
-def test_dark_light_and_print_have_colours_of_their_own(opened: Opener) -> None:
+def test_dark_light_and_print_have_colors_of_their_own(opened: Opener) -> None:
     def background(**media: Any) -> str:
         return str(opened("", **media).evaluate("getComputedStyle(document.body).backgroundColor"))
 

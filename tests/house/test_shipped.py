@@ -121,7 +121,8 @@ def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
     done = lint(path, SCHEMAS[path.parent.name])
     assert done.exit_code == 0, done.output
     lines = commands(path)
-    assert lines or "parity" in path.name, "tests/acceptance/test_pull_request.py runs these"
+    # tests/acceptance/test_pull_request.py runs those of parity; the nightly of torchao calls make and a program of ci/
+    assert lines or "parity" in path.name or path.stem == "nightly-torchao"
     for line in lines:
         understood(line)
 

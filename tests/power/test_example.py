@@ -38,7 +38,7 @@ LACKS = {
 NOT_PLANTED = set(" ".join(LACKS.values()).split())
 # Its norm has no eps, and is not the RMSNorm of torch.
 NOT_REACHED = {"norm_eps_too_large", "norm_eps_of_another_model", "recomputed_norm_without_epsilon"}
-# Found by nothing but the recorded signatures: no rule that holds for any model forbids what these faults do.
+# Found by nothing but the recorded profiles: no rule that holds for any model forbids what these faults do.
 ONLY_SIGNED = {
     "output_kept_on_module",
     "weights_kept_after_forward",
@@ -62,7 +62,7 @@ def test_every_fault_that_reaches_it_is_found_and_no_clean_run_fails(matrix: Mut
 
 
 @pytest.mark.sweep
-def test_what_no_formula_describes_is_found_by_its_signature(matrix: MutationMatrix) -> None:
+def test_what_no_formula_describes_is_found_by_its_profile(matrix: MutationMatrix) -> None:
     checks = {trial.fault: set(trial.checks) for trial in matrix.trials}
-    assert {name for name, detecting in checks.items() if detecting == {"signature"}} == ONLY_SIGNED
-    assert all({"signature", "traffic"} <= checks[name] for name in SIGNED)
+    assert {name for name, detecting in checks.items() if detecting == {"profile"}} == ONLY_SIGNED
+    assert all({"profile", "traffic"} <= checks[name] for name in SIGNED)

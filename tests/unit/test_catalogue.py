@@ -47,15 +47,15 @@ MATMULS = finding("matmuls/number")
 RECOMPUTED = finding("recompute/not-recomputed")
 SAVED = finding("memory/other-checkpointing")
 KEPT = finding("live_memory/too-much")
-MODULE = finding("local_parity/tensor")
+MODULE = finding("module_replay/tensor")
 TOKENS = finding("parity/tokens", None)
-REPLAY = finding("local_parity/incomparable")
+REPLAY = finding("module_replay/incomparable")
 DATA = finding("loss_vs_golden/data", None)
 REPLICAS = finding("parity/replicas")
 SAME_DATA = finding("scales/replicas")
 UNCONVERTED = finding("fp8_on/not-converted", None)
 NO_GOLDEN = finding("loss_vs_golden/no-golden", None, judged=False)
-# What planted faults show, each in the order in which it must be told.
+# What injected faults show, each in the order in which it must be told.
 TOLD = {
     "amax of the local shard": (scale(), SATURATED, reduction(), diverges(), gradients(), loss(5)),
     "gradients not reduced over replicas": (reduction(), REPLICAS, gradients(), scale(2), diverges(2), loss(2)),
@@ -73,7 +73,7 @@ TOLD = {
     "NaN in one gradient": (norm_lost(2), gradients(2), scale(3), loss_lost(3), loss(3)),
     "NaN in the loss": (loss_lost(1), gradients(), loss()),
     "output of TP not reduced": (reduction(), SAME_DATA, gradients()),
-    "a wrong loss without a solo witness": (loss(3), finding("parity/no-witness", None, judged=False)),
+    "a wrong loss without a solo witness": (loss(3), finding("parity/no-reference", None, judged=False)),
     "nothing to compare with": (NO_GOLDEN,),
     "norms not reduced over TP": (replace(REPLICAS, notes=("not reduced over tp",)), reduction(), gradients(), REPLAY),
 }
@@ -128,7 +128,7 @@ def test_every_rule_is_one_of_its_check_and_is_told_apart_by_values_of_its_sente
 
 ROOT = Path(__file__).parents[2]
 # Broken by no planted fault: formulas describe the model of the cases that faults are planted in.
-UNPROVEN = {"signature"}  # `tests/power/test_example.py` plants faults in a model that has signatures
+UNPROVEN = {"profile"}  # `tests/power/test_example.py` plants faults in a model that has profiles
 
 
 def test_every_rule_has_a_meaning_usual_causes_and_what_to_do() -> None:

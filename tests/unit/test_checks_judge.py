@@ -158,7 +158,7 @@ BY_FORMULA = {
 def test_what_the_versions_do_not_let_ranks_record_is_not_judged_and_says_why(
     text: str, record: str, lost: set[str]
 ) -> None:
-    case, gone = parse_case_id(text), "torch 2.15.0: a.b._c is gone: this and that is not judged"
+    case, gone = parse_case_id(text), "torch 2.15.0: a.b._c is gone: this and that is not checked"
     run = make_run(case, not_recorded={record: gone})
     judgement = judge(case, run, "ok", Witnesses(expect=Expectations(case), records=(record,)))
     assert {skipped.check for skipped in judgement.not_judged if skipped.reason == gone and skipped.unverified} == lost

@@ -77,7 +77,7 @@ def test_a_step_that_was_not_recorded_is_found() -> None:
     assert (finding.step, finding.rank, finding.found) == (2, 0, "0 bytes")
     for findings in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
         assert places(findings) == [(0, 3), (0, 3)]
-        assert rules(findings) in ({"live_memory/no-census"}, {"leaks/no-census"})
+        assert rules(findings) in ({"live_memory/no-scan"}, {"leaks/no-scan"})
 
 
 STEPS = 4

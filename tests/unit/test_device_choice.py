@@ -417,7 +417,7 @@ class Asked(NamedTuple):
         if self.name == "parity":
             return end_line(self.cases, plan.common(self.cases))
         if self.name == "update":
-            parts = [(plan.on_cpu, self.cases)] if self.given["signatures"] else plan.by_device(self.cases)
+            parts = [(plan.on_cpu, self.cases)] if self.given["profiles"] else plan.by_device(self.cases)
             return "".join(end_line(needed_references(cases), own) for own, cases in parts)
         return end_line(self.cases, plan)
 

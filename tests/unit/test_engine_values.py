@@ -176,7 +176,7 @@ KILLED = ending("infra", fork_server_lost=True, out_of_memory=True)
         ([LOST, LOST, OK], "ok", [False, True, True]),
         ([LOST, LOST, LOST], "crash", [False, True, True]),
         ([LOST, KILLED, LOST], "infra", [False, True, True]),
-        ([LOST, INFRA, OK], "ok", [False, True, True]),  # a neighbour that has bad luck besides
+        ([LOST, INFRA, OK], "ok", [False, True, True]),  # a neighbor that has bad luck besides
         ([LOST, INFRA, INFRA], "infra", [False, True, True]),
         ([INFRA, LOST, OK], "ok", [False, False, True]),
     ],

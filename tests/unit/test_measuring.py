@@ -161,7 +161,7 @@ def test_what_was_compared_is_kept_with_its_distance() -> None:
     replay = make_run(CASE, module_distances=(make_distance(distance=0.25), make_distance(distance=9.0, problem="x")))
     run = with_sketches(recorded(), lambda sketch: replace(sketch, owner=False), rank=1)
     measurement = numbers(run, golden=golden, tolerance=tolerance, solo=run_of(run.traces[0]), replay=replay)
-    assert (measurement.loss_distance, measurement.parity, measurement.local_parity) == (0.25, 0.0, 0.25)
+    assert (measurement.loss_distance, measurement.parity, measurement.module_replay) == (0.25, 0.0, 0.25)
     assert measurement.allowed_loss == (0.5, 0.5, 0.5)
     assert measurement.curves.keys() == {"case", "golden", "solo"}
     assert measurement.curves["golden"].losses == (7.75, 7.75, 7.25)
@@ -176,7 +176,7 @@ def test_gradients_that_only_round_do_not_count() -> None:
 
 def test_what_was_not_recorded_or_compared_is_none() -> None:
     measurement = numbers(make_run(CASE), solo=make_run(CASE))
-    absent = (measurement.loss_distance, measurement.parity, measurement.local_parity, measurement.saved_bytes)
+    absent = (measurement.loss_distance, measurement.parity, measurement.module_replay, measurement.saved_bytes)
     assert absent == (None,) * 4
     assert (measurement.digests, measurement.casts, measurement.wire, measurement.fused) == ({}, (), {}, {})
     assert measurement.curves.keys() == {"case", "solo"}

@@ -231,6 +231,6 @@ def test_stages_send_every_microbatch_and_its_gradient_and_vote_when_they_are_ne
         (3, "interleaved", (2, 1, 0), 3),
     ],
 )
-def test_neighbours_connect_in_rounds(pp: int, schedule: Schedule, sends: tuple[int, ...], rounds: int) -> None:
+def test_neighbors_connect_in_rounds(pp: int, schedule: Schedule, sends: tuple[int, ...], rounds: int) -> None:
     case = make_case(pp=pp, schedule=schedule, accumulation=pp, layers=2 * pp)
     assert [connections(case, rank) for rank in range(pp)] == [(count, rounds) for count in sends]

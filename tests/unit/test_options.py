@@ -444,7 +444,7 @@ def test_tiers_cases_rules_faults_and_files_are_completed() -> None:
         == ["scales/amax", "scales/amax-sources"][: len(completed("explain", "scales/am"))]
     )
     assert completed("run", "--inject", "fault:amax_not_reduced") and completed("bug", "repro", "ao-193") == ["ao-1938"]
-    assert completed("run", "--target", "ref") == ["reference"] and completed("parity", "-o", "fab") == ["fabric="]
+    assert completed("run", "--target", "ref") == ["reference"] and completed("parity", "-o", "backe") == ["backend="]
     for words in (["run", "x"], ["run", "--inject", "fix"]):
         kinds = [item.type for item in ShellComplete(app, {}, "fp8-harness", "").get_completions(words[:-1], words[-1])]
         assert kinds[0] == "file", "a shell drops what comes before a file"

@@ -56,7 +56,7 @@ def test_the_phase_is_that_of_what_runs_and_the_rest_is_told_at_the_pace_of_this
     assert unknown.left() == ""
 
 
-def test_a_log_has_phases_and_neutral_colours_stand_for_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_has_phases_and_neutral_colors_stand_for_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     plain = PlainProgress(stream)
     plain.begin(2, references=["r"])

@@ -93,11 +93,11 @@ def test_a_table_is_aligned_and_rows_are_blocks_where_columns_do_not_fit() -> No
 
 
 @pytest.mark.parametrize("width", [20, 40, 100])
-def test_a_terminal_shows_verdicts_in_colours(width: int) -> None:
+def test_a_terminal_shows_verdicts_in_colors(width: int) -> None:
     text = terminal([Section(blocks=(TABLE,))], width=width)
-    colours = {text.plain[span.start : span.end]: span.style for span in text.spans if span.style}
-    assert {word: colour for word, colour in colours.items() if word.strip() in ("numeric", "passed")}
-    assert sorted(map(str, colours.values())) == ["green", "red"]
+    colors = {text.plain[span.start : span.end]: span.style for span in text.spans if span.style}
+    assert {word: color for word, color in colors.items() if word.strip() in ("numeric", "passed")}
+    assert sorted(map(str, colors.values())) == ["green", "red"]
 
 
 def test_markdown() -> None:

@@ -132,7 +132,7 @@ READ: tuple[Finding, ...] = (
     checks.routing.TOP_K.finding(top_k=2),
     checks.metamorphic.EXECUTED.finding(what="scaled matmuls"),
     replace(
-        checks.local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"
+        checks.module_replay.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"
     ),
     checks.metamorphic.NO_PARTNER.finding(who="the partner", why=": x"),
     checks.divergence.OPERAND.finding(what="scale of weight in forward", module=WQ, step=1, rank=0),

@@ -29,7 +29,7 @@ _options: dict[str, str] = {}
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to the last rank of a run of this kind. `how`: a signal that it gets, or what it does.
 
-    "waits" is for a neighbour of what is killed: it is not killed itself, and waits so often for its end.
+    "waits" is for a neighbor of what is killed: it is not killed itself, and waits so often for its end.
     """
 
     kind: Kind

@@ -1,6 +1,6 @@
 """Clean runs of every kind on real ranks: with all probes at once no check has a finding, and no bit changes.
 
-What planted faults do to the same records is told by the file of each probe.
+What injected faults do to the same records is told by the file of each probe.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from harness.checks.assembly import largest
 from harness.checks.check import Witnesses
 from harness.checks.divergence import with_operands
 from harness.checks.fp8_on import check_matmuls
-from harness.checks.local_parity import check_local_parity
 from harness.checks.measuring import measured
 from harness.checks.memory import check_leaks, check_live_memory, check_memory
+from harness.checks.module_replay import check_module_replay
 from harness.checks.parity import check_parity, worst_distances
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import check_scales
@@ -127,4 +127,4 @@ def test_one_rank_computes_the_same(watched, trained, case: Case):
 def test_a_replay_of_every_module_is_within_rounding(watched, train, case: Case):
     run = watched(case)
     again = Run(traces=train(case, replayed=tuple(trace.module_tensors for trace in run.traces)), failures=())
-    assert check_local_parity(case, run, make_witnesses(case, replay=again)) == []
+    assert check_module_replay(case, run, make_witnesses(case, replay=again)) == []

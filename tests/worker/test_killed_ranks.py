@@ -262,7 +262,7 @@ def test_a_fork_server_that_a_rank_kills_twice_costs_a_reference_nothing(machine
     assert wrong(machine, [Killed("solo", "before training", "fork server killed", times=2)], threads=1) == []
 
 
-def test_a_neighbour_on_the_fork_server_that_a_rank_kills_gets_its_own_verdict(machine: Machine) -> None:
+def test_a_neighbor_on_the_fork_server_that_a_rank_kills_gets_its_own_verdict(machine: Machine) -> None:
     neighbors = [Killed("case", "before training", "waits", times=1)] * 3
     with ThreadPoolExecutor(len(neighbors)) as pool:
         running = [pool.submit(machine.run, row) for row in neighbors]

@@ -1,6 +1,6 @@
 """The operand probe sees every cast and matmul as it is; its checks find faults, and none in `test_clean_runs.py`.
 
-The check `traffic` names what planted faults send.
+The check `traffic` names what injected faults send.
 """
 
 from __future__ import annotations

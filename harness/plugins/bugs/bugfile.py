@@ -13,7 +13,7 @@
     cause = "..."                    # optional, like `fix`: what is known today
     fix = "..."
     detected_by = ["scales"]         # the checks that find it, or "engine"
-    planted = ["amax_without_abs"]   # planted faults that bring a fixed bug back
+    planted = ["amax_without_abs"]   # injected faults that bring a fixed bug back
     signature = {kind = "scales", what = "...", where = ["..."], first_step = 1}  # of the failure; optional
     [bug.versions]                   # as reported
     torch = "2.6.0.dev20241101"
@@ -27,7 +27,7 @@
     [full_size]                      # by axis, its value before the model was made smaller
 
 Of an `open` bug a field is missing. A `live` one still fails with a version that cases/known.toml names, a `fixed` one
-passes and fails again with its planted faults. A `refused` one has no case: no case can have what it needs.
+passes and fails again with its injected faults. A `refused` one has no case: no case can have what it needs.
 """
 
 import datetime
@@ -151,7 +151,7 @@ def _bug_file(text: str, path: Path) -> BugFile:
         raise toml.error(what="there is no [bug].", fix="add [bug] with title, link, status and symptom.")
     bug = toml.record(Bug, toml.data["bug"], "bug")
     # Without a plug-in that knows faults, none of them is planted here.
-    for name, catalogue in itertools.product(bug.planted, answers("planted faults")):
+    for name, catalogue in itertools.product(bug.planted, answers("injected faults")):
         try:
             catalogue.fault_named(name)
         except HarnessError as error:
@@ -207,4 +207,4 @@ def _check_status(toml: TomlFile, bug: Bug, case: Case | None, words: Mapping[st
     if bug.status in ("live", "fixed") and not bug.detected_by:
         raise toml.error("bug", what=f"a {bug.status} bug needs detected_by.", fix='write detected_by = ["scales"].')
     if bug.planted and bug.status != "fixed":
-        raise toml.error("bug", "planted", what=f"a {bug.status} bug needs no planted fault: it is there.")
+        raise toml.error("bug", "planted", what=f"a {bug.status} bug needs no injected fault: torch or torchao has it.")

@@ -24,7 +24,7 @@ from harness.matrix.records import matching
 from harness.plugins.bugs import sections, upstream
 from harness.plugins.bugs.bugfile import FOLDER, read_bugs, write_bug_file
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
-from harness.plugins.bugs.export import Neighbours, export, exported_case, proof_of
+from harness.plugins.bugs.export import Neighbors, export, exported_case, proof_of
 from harness.plugins.bugs.importing import ImportOptions, import_configuration, import_report
 from harness.plugins.bugs.pytest_file import export_test
 from harness.plugins.bugs.report import MAX_BYTES, read_file, read_report
@@ -367,7 +367,7 @@ def _exported(  # noqa: PLR0913  one parameter per option
     project: Project,
 ) -> int:
     given, named = named.case, named._replace(case=exported_case(named.case))
-    neighbours = () if shrunk is None else read_json(shrunk, Neighbours, command="bug shrink --json").needed
+    neighbors = () if shrunk is None else read_json(shrunk, Neighbors, command="bug shrink --json").needed
     plan = plan_for().of(named.case)
     with options.open_progress() as progress:
         result = run_once(project, plan, progress, named.case, injections)
@@ -385,7 +385,7 @@ def _exported(  # noqa: PLR0913  one parameter per option
     proof = None if skip_proof else proof_of(exported)
     versions = {package: installed_version(package) or "not installed" for package in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
-    text = sections.issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
+    text = sections.issue_markdown(exported, proof, versions=versions, device=device, neighbors=neighbors)
     write_whole(exported.file.with_suffix(".md"), text.encode())
     options.print_sections(sections.exported_sections(exported, proof))
     return int(proof is not None and proof.outcome != "FAULT")
@@ -399,7 +399,7 @@ def _exported(  # noqa: PLR0913  one parameter per option
 def check_command(
     *, names: tuple[str, ...], json_file: Path | None, plan_for: Callable[..., Plan], project: Project
 ) -> int:
-    """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their planted faults.
+    """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their injected faults.
 
     ID is the name of a bug file. Only findings of checks in its `detected_by` count.
     """

@@ -1,4 +1,4 @@
-"""Proves bug files: live bugs fail as recorded; fixed ones pass, and fail again with each of their planted faults."""
+"""Proves bug files: live bugs fail as recorded; fixed ones pass, and fail again with each of their injected faults."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from harness.running.selection import recorded_faults
 from harness.verdict import ExitCode, Verdict
 
 _WHERE = "bug check"
-Trials = Mapping[tuple[str | None, str], Any]  # by the planted fault, None for a clean run, and the id of the case
+Trials = Mapping[tuple[str | None, str], Any]  # by the injected fault, None for a clean run, and the id of the case
 _UNDECIDED = (Verdict.INFRA, Verdict.NOT_RUN)
 
 
@@ -90,7 +90,7 @@ def _fault_named(name: str) -> Any:
 def check_corpus(
     project: Project, bugs: Sequence[BugFile], plan: Plan, progress: Progress, executor: Executor | None = None
 ) -> Corpus:
-    """Run the case of every bug, and of fixed ones with each of their planted faults. Ctrl-C keeps what finished."""
+    """Run the case of every bug, and of fixed ones with each of their injected faults. Ctrl-C keeps what finished."""
     records, known = recorded_faults(project), known_here(project)
     hosts: dict[str, dict[str, Case]] = {}
     for bug in bugs:
@@ -148,7 +148,7 @@ def _live(bug: BugFile, trials: Trials, elsewhere: str) -> Proof:
 
 
 def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
-    """Mismatches of a fixed bug: it must pass, and a rule that the file names must find each planted fault."""
+    """Mismatches of a fixed bug: it must pass, and a rule that the file names must find each injected fault."""
     case = bug.runnable()
     planted = [name for name in bug.bug.planted if carries(case, _fault_named(name), known)]
     runs = {fault: trials.get((fault, case_id(case))) for fault in (None, *planted)}
@@ -169,7 +169,7 @@ def _unprovable(bug: BugFile, planted: Sequence[str]) -> list[str]:
     if expected_refusal(bug.runnable()) is not None:
         return ["it is refused: a fixed bug trains"]
     if not bug.bug.planted:
-        return ["no planted fault brings it back"]
+        return ["no injected fault brings it back"]
     return [f"{name} cannot be planted in it" for name in bug.bug.planted if name not in planted]
 
 

@@ -360,7 +360,9 @@ class Draft:
             for axis, size in known[1].items():
                 self.put(axis, size, where, f"{words}: {known[0]}" if axis == "dim" else known[0])
         elif name and name != "llama3":
-            self.derived["model"] = f"{clean_words(name)} becomes a small Llama: its linears are judged, not its layers"
+            self.derived["model"] = (
+                f"{clean_words(name)} becomes a small Llama: its linears are checked, not its layers"
+            )
         for axis in (*SIZES, "pad_vocab_to_multiple_of", "tied", "bias"):
             self.take(axis)
         self._linears()
@@ -399,7 +401,7 @@ class Draft:
         if norm is not None:
             self.ignored.append(f"{norm.words}: clipping is compared in float64 alone: set dtype and max_norm for it")
         if self.take("parameter_dtype") and self.axes["dtype"] != "bfloat16":
-            self.drop("parameter_dtype", "parameters in bfloat16 are those of runs in bfloat16")
+            self.drop("parameter_dtype", "parameters in bfloat16 need dtype = bfloat16")
         elif self._target != REFERENCE:
             self.drop("parameter_dtype", "a run of torchtitan with it was not measured")
         self.take("reduce_dtype")

@@ -1,6 +1,6 @@
 """A case that fails as one Python file that needs torch and torchao only: `worker/exported.py` with its values.
 
-A planted fault becomes a file of its own, which the script takes as a patch. Sources are parsed, not imported.
+A injected fault becomes a file of its own, which the script takes as a patch. Sources are parsed, not imported.
 """
 
 import ast
@@ -38,7 +38,7 @@ from harness.running.plan import Injection
 from harness.verdict import FailureSignature, Finding
 
 TEMPLATE = Path(__file__).parent / "worker" / "exported.py"
-_NUMBERS = ("scales", "parity", "local_parity", "divergence", "metamorphic", "recompute", "finite")
+_NUMBERS = ("scales", "parity", "module_replay", "divergence", "metamorphic", "recompute", "finite")
 # Axes that a script has not got.
 _NOT_IN_SCRIPTS = {
     *("pp", "schedule", "ep", "cp", "sequence_order", "reshard_after_forward", "grouped_mm", "casts", "tied"),
@@ -82,7 +82,7 @@ class Exported(NamedTuple):
     file: Path
     patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes the case fail
     error: str = ""  # of a crash: what the first rank raised, and when
-    links: tuple[str, ...] = ()  # where it is reported: by the user, and by the records of known faults that show
+    links: tuple[str, ...] = ()  # where it is reported: by the user, and by the records of known issues that show
 
 
 class Proof(NamedTuple):
@@ -92,7 +92,7 @@ class Proof(NamedTuple):
     text: str
 
 
-class Neighbours(msgspec.Struct, frozen=True, kw_only=True):
+class Neighbors(msgspec.Struct, frozen=True, kw_only=True):
     """Of the JSON of `bug shrink`: the cases next to the smallest one."""
 
     needed: tuple[Attempt, ...]
@@ -101,7 +101,7 @@ class Neighbours(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     named: NamedCase, result: CaseResult, injections: Sequence[Injection], folder: Path, known: Mapping[str, str] = {}
 ) -> Exported:
-    """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not.
+    """Write the script of a case that failed, and the injected faults that make it fail. HarnessError if it did not.
 
     `known`: the recorded faults that show, by name.
     """
@@ -247,7 +247,7 @@ def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> D
         return "gradients"
     needed = _NEEDED.get(signature.check or signature.kind, "what the harness records of a run")
     what = f"a failure of kind {signature.kind} cannot be exported: a script would need {needed}."
-    fix = "give the id of the case in the issue, or export a case whose gradients differ from those of one rank."
+    fix = "give the id of the case in the issue, or export a case with wrong gradients."
     raise HarnessError(what, fix=fix)
 
 
@@ -360,7 +360,7 @@ def exported_fault(name: str) -> str:
         gather(_modules()[name], name, imports, texts)
     except _NeedsHarness as reached:
         fix = "write it as a function of a file, and give --inject FILE.py:FUNCTION."
-        raise HarnessError(f"planted fault {name} cannot be exported: {reached.what}", fix=fix) from reached
+        raise HarnessError(f"injected fault {name} cannot be exported: {reached.what}", fix=fix) from reached
     head = "\n".join([f'"""Plants the fault {name}, a deliberate bug: {_title(name)}."""', "", *sorted(imports)])
     return "\n\n\n".join([head, *texts.values()]) + "\n"
 
@@ -370,7 +370,7 @@ def _title(name: str) -> str:
 
 
 def patch_of(injection: Injection, folder: Path) -> str:
-    """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
+    """FILE.py:FUNCTION that does the same as an injection; of a injected fault, a new file in `folder`."""
     if not injection.text.startswith(FAULT_PREFIX):
         return injection.target
     fault = injection.text.removeprefix(FAULT_PREFIX)
@@ -379,7 +379,7 @@ def patch_of(injection: Injection, folder: Path) -> str:
 
 
 def planted_title(injections: Sequence[Injection]) -> str:
-    """Return what the first planted fault among these injections is; "" without one."""
+    """Return what the first injected fault among these injections is; "" without one."""
     planted = (injection.text for injection in injections if injection.text.startswith(FAULT_PREFIX))
     return next((_title(text.removeprefix(FAULT_PREFIX)) for text in planted), "")
 

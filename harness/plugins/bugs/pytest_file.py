@@ -30,26 +30,26 @@ _TESTS = {
     "scattered": "test_rows_are_scattered_along_the_sequence",
 }
 _ASSERTS = {
-    "gradients": "Gradients must be those of one rank that gets the batches of all ranks.",
+    "gradients": "Gradients must equal the gradients of one rank that gets the batches of all ranks.",
     "crash": "It must train.",
     "mismatch": "Ranks of a group must call the same collectives, of the same sizes.",
-    "scattered": "Rows of the fused matmul and reduce-scatter must be those of a matmul, then a reduce-scatter.",
+    "scattered": "The fused matmul and reduce-scatter must return the rows of a matmul, then a reduce-scatter.",
 }
 OLDEST = {"torch": "2.11", "torchao": "0.17"}  # with all names that the template uses
 _TIMEOUT_S = 400.0
 _WIDTH = 118
 _ENDED = re.compile(r"^=*\s*1 (failed|passed|skipped)\b", flags=re.MULTILINE)
 _RAISED = re.compile(r"^E\s+((?:\w+\.)*\w*(?:Error|Exception|Mismatch): .+)", flags=re.MULTILINE)
-Colour = Literal["red", "green", "cannot tell"]
-Trial = tuple[str, Colour, tuple[str, ...]]  # where the test runs, what it must be there, and the patches of it
+Color = Literal["red", "green", "cannot tell"]
+Trial = tuple[str, Color, tuple[str, ...]]  # where the test runs, what it must be there, and the patches of it
 
 
-class ColourSeen(NamedTuple):
+class ColorSeen(NamedTuple):
     """What the test said where it was run: `when`, such as "with the fix"; what it has to be there; what it was."""
 
     when: str
-    wanted: Colour
-    found: Colour
+    wanted: Color
+    found: Color
     text: str
 
 
@@ -58,7 +58,7 @@ class ExportedTest(NamedTuple):
     lines: int
     model: str
     patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes it fail
-    proofs: tuple[ColourSeen, ...]
+    proofs: tuple[ColorSeen, ...]
 
     @property
     def proven(self) -> bool:
@@ -162,22 +162,22 @@ def formatted(text: str) -> str:
     return text
 
 
-def prove(text: str, trials: Sequence[Trial]) -> tuple[ColourSeen, ...]:
-    """Run the test under each of these patches, FILE.py:FUNCTION, until one has another colour than it must have."""
-    proofs: list[ColourSeen] = []
+def prove(text: str, trials: Sequence[Trial]) -> tuple[ColorSeen, ...]:
+    """Run the test under each of these patches, FILE.py:FUNCTION, until one has another color than it must have."""
+    proofs: list[ColorSeen] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (when, wanted, patches) in enumerate(trials):
             split = [patch.rpartition(":") for patch in patches]
             calls = [f"runpy.run_path({str(Path(file).resolve())!r})[{name!r}]()" for file, _, name in split]
             file = Path(folder) / f"test_proof_{number}.py"
             file.write_text("\n".join([text, "import runpy", *calls, ""]))  # ranks import it too
-            proofs.append(ColourSeen(when, wanted, *_colour(file)))
+            proofs.append(ColorSeen(when, wanted, *_color(file)))
             if proofs[-1].found != wanted:
                 break
     return tuple(proofs)
 
 
-def _colour(file: Path) -> tuple[Colour, str]:
+def _color(file: Path) -> tuple[Color, str]:
     plain = ["-q", "-rs", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", str(file.parent)]
     try:
         done = subprocess.run(
@@ -191,11 +191,11 @@ def _colour(file: Path) -> tuple[Colour, str]:
         )
     except subprocess.TimeoutExpired:
         return "cannot tell", f"it did not end within {_TIMEOUT_S:.0f} s"
-    return colour_of(done.stdout + done.stderr)
+    return color_of(done.stdout + done.stderr)
 
 
-def colour_of(output: str) -> tuple[Colour, str]:
-    """Return the colour in the output of pytest, and what a rank raised, else how the run ended."""
+def color_of(output: str) -> tuple[Color, str]:
+    """Return the color in the output of pytest, and what a rank raised, else how the run ended."""
     ended = _ENDED.search(output)
     raised = _RAISED.findall(output)
     last = output.strip().splitlines()[-1:] or ["it said nothing"]

@@ -140,7 +140,7 @@ def imported_document(imported: ImportedBug, *, file: str | None) -> dict[str, o
 def reproduced_sections(reproduction: Reproduced) -> list[Block]:
     """Return the answer, with what was expected and found; then what differs from the report."""
     message = reproduction.found.message if reproduction.answer != "not reproduced" else ""
-    known = (("known fault", f"{name}: {why}") for name, why in reproduction.known.items())
+    known = (("known issue", f"{name}: {why}") for name, why in reproduction.known.items())
     found = (("expected", reproduction.expected), ("found", reproduction.found.text), ("message", message))
     facts = Facts((*found, *known))
     return [
@@ -263,7 +263,7 @@ def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Blo
 
 
 def exported_test_sections(test: ExportedTest) -> list[Block]:
-    """Return the test that was written, and which colour it had where it was run."""
+    """Return the test that was written, and which color it had where it was run."""
     written = f"{test.file}: {test.lines} lines, {test.model}\nrun it by: python -m pytest {test.file}"
     sections: list[Block] = [Verbatim(written)]
     for proof in test.proofs:
@@ -278,7 +278,7 @@ def issue_markdown(
     *,
     versions: Mapping[str, str],
     device: str,
-    neighbours: Sequence[Attempt] = (),
+    neighbors: Sequence[Attempt] = (),
 ) -> str:
     """The draft: environment, what was run, expected and found, the script, what else fails and what does not."""
     name, axes = exported.file.name, own_axes(parse_case_id(exported.case_id))
@@ -295,7 +295,7 @@ def issue_markdown(
         ],
         "What is wrong": list(_divergence(exported)),
         "Reproduce": reproduce,
-        "What fails, and what does not": [_neighbours(exported, neighbours)] if neighbours else [],
+        "What fails, and what does not": [_neighbors(exported, neighbors)] if neighbors else [],
     }
     inside = tuple(Section(title=title, blocks=tuple(blocks)) for title, blocks in parts.items())
     return markdown([Section(title=exported.title, blocks=inside)], level=1, own=True)
@@ -322,10 +322,10 @@ def _divergence(exported: Exported) -> Iterator[Block]:
         yield f"Raised in {', '.join(f'`{call}`' for call in exported.signature.where)}."
 
 
-def _neighbours(exported: Exported, neighbours: Sequence[Attempt]) -> Table:
+def _neighbors(exported: Exported, neighbors: Sequence[Attempt]) -> Table:
     rows = [("nothing", exported.signature.text)]
-    for neighbour in neighbours:
-        changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in neighbour.changes.items())
-        signature = neighbour.result.signature
+    for neighbor in neighbors:
+        changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in neighbor.changes.items())
+        signature = neighbor.result.signature
         rows.append((changed, "none: it passes" if signature is None else signature.text))
     return Table(columns=("changed", "failure"), rows=tuple(rows))

@@ -41,7 +41,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.LAYOUT),
     OPTIONS,
 )
-_SMALL = 8  # numbers up to this one, as degrees, are tried with their neighbours: only those show a bound
+_SMALL = 8  # numbers up to this one, as degrees, are tried with their neighbors: only those show a bound
 _GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
 
 
@@ -57,7 +57,7 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest case that was found. `complete`: nothing smaller fails alike; else the budget ended it.
 
     `needed` are the attempts from the smallest case itself: with what the failure is not the same, and of each such
-    number the larger neighbours, with which it may be.
+    number the larger neighbors, with which it may be.
     """
 
     first: Case

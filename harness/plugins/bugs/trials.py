@@ -36,11 +36,11 @@ from harness.text import counted
 from harness.verdict import ExitCode, FailureSignature, Finding, Verdict
 from harness.workflow import check_fits
 
-PLANTED = "planted"  # what --inject calls the planted faults of a bug file
+PLANTED = "planted"  # what --inject calls the injected faults of a bug file
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case showed. `signature` is None where nothing failed; `message` is the first finding."""
+    """What a case showed. `profile` is None where nothing failed; `message` is the first finding."""
 
     case_id: str
     verdict: Verdict
@@ -164,11 +164,11 @@ def named_case(project: Project, text: str) -> NamedCase:
 
 
 def injections_for(named: NamedCase, given: tuple[str, ...]) -> tuple[Injection, ...]:
-    """The injections of --inject; "planted" stands for the planted faults of the bug: HarnessError if it has none."""
+    """The injections of --inject; "planted" stands for the injected faults of the bug: HarnessError if it has none."""
     planted = named.bug.bug.planted if named.bug is not None and PLANTED in given else ()
     if PLANTED in given and not planted:
         where = f"--inject {PLANTED}" if named.bug is None else named.bug.where
-        raise HarnessError("no planted fault brings this bug back.", where=where, fix="give --inject fault:NAME.")
+        raise HarnessError("no injected fault brings this bug back.", where=where, fix="give --inject fault:NAME.")
     own = tuple(text for text in given if text != PLANTED)
     return tuple(map(parse_injection, (*own, *(f"fault:{name}" for name in planted))))
 
@@ -185,7 +185,7 @@ _SHOWN_BY: dict[str, tuple[str, ...] | None] = {
     "diverges": None,
     "unknown": None,
     "memory": _MEMORY,
-    "traffic": ("traffic", "signature"),
+    "traffic": ("traffic", "profile"),
     "slow": ("traffic", "matmuls", "recompute", "graphs", "fp8_on", *_MEMORY),
     "metric": ("parity", "loss_vs_golden", "finite"),
     "not_converted": ("fp8_on", "matmuls", "model", "graphs", "scales"),

@@ -197,7 +197,7 @@ def _cause(compared: Sequence[Compared], noun: str, labels: Sequence[tuple[int, 
         scaled = [math.isclose(found.norm, times * right.norm, rel_tol=_SAME_FACTOR) for found, right in pairs]
         if scaled and ranks > 1 and all(scaled):
             size, (why, fix) = f"{ranks} times" if times > 1 else f"1/{ranks} of", of_grad if of_gradients else of_lr
-            return f"{len(scaled)} of {len(compared)} {noun} are {size} the one rank's: {why}", fix
+            return f"{len(scaled)} of {len(compared)} {noun} are {size} the values on one rank: {why}", fix
     if of_gradients and len(set(labels)) > 1:
         counts = ", ".join(str(sum(count)) for count in labels)
         fix = "divide the sum of each rank by the labels of all ranks (all_reduce them first), times their number."

@@ -27,7 +27,7 @@ Examples:
   fp8-harness exec --timeout 600 -- pytest tests/gpu
 
 \b
-Exit codes: that of the command where nothing was found; 1 something is wrong,
+Exit codes: the command's own where nothing was found; 1 something is wrong,
 or a bound was passed, 2 usage error or bad input, 130 interrupted.
 """
 
@@ -39,7 +39,7 @@ or a bound was passed, 2 usage error or bad input, 130 interrupted.
 @click.option("--nodes", type=AT_LEAST_1, default=1, show_default=True, help="How many nodes the ranks seem to be on.")
 @click.option("--timeout", "timeout_s", type=ABOVE_0, metavar="SECONDS", help="End it then, and say where ranks are.")
 @click.option("--memory-per-rank", "memory_gib", type=ABOVE_0, metavar="GIB", help="End it where a process holds more.")
-@click.option("--watch/--no-watch", default=True, help="Whether to record and judge what it trains.")
+@click.option("--watch/--no-watch", default=True, help="Record and check what it trains.")
 @click.option("--expect", type=FILE, metavar="FILE", help="What is meant: options, and counts of a step.")
 @click.option("--record", type=FILE, metavar="FILE", help="Write what this run does to a file for --expect.")
 @click.option("--against-one-rank", is_flag=True, help="Run it on one rank too, and compare the first steps.")

@@ -71,7 +71,7 @@ UNLIKE = _rule(
     "{count:n linear computes|linears compute} in float8 on {there}, and not on {ranks}: {names}",
     fix="convert the same modules on every rank: let no filter depend on the rank.",
 )
-NO_NUMBER = _rule("loss", "the loss is {value} in step {step} on rank {rank}", stage=Stage.NO_NUMBER, numeric=True)
+NONFINITE = _rule("loss", "the loss is {value} in step {step} on rank {rank}", stage=Stage.NONFINITE, numeric=True)
 NOT_IN_MODEL = _rule(
     "not-in-model",
     "the optimizer steps, and has no parameter of a module that was called",
@@ -96,7 +96,7 @@ _MOST_FLUSHED = 0.5  # a cast that loses half of what is not zero keeps no gradi
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, the checks that were executed, and what was not judged, with the reason."""
+    """What was found, the checks that were executed, and what was not checked, with the reason."""
 
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ def checks_of_scripts() -> tuple[Check, ...]:
 
 
 def _needs_another_run(check: Check) -> bool:
-    compares = check.needs_signature or check.needs_relation or check.judges_partner
+    compares = check.needs_profile or check.needs_relation or check.checks_counterpart
     return compares or any(rule.only == _MISSING for rule in check.rules)
 
 
@@ -250,7 +250,7 @@ def _unwatched(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
 def _later_losses(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
     bad = [(record.not_finite, record.rank) for record in records if record.not_finite is not None]
     for (step, value), rank in sorted(bad)[:1]:
-        yield NO_NUMBER.finding(step=step, rank=rank, expected="a finite number", found=str(value), value=str(value))
+        yield NONFINITE.finding(step=step, rank=rank, expected="a finite number", found=str(value), value=str(value))
 
 
 def _mistakes(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
@@ -258,7 +258,7 @@ def _mistakes(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
     for kind, (rule, expected) in rules.items():
         seen = {record.rank: record.mistakes[kind] for record in records if kind in record.mistakes}
         for step, line in sorted(seen.values())[:1]:
-            found = "two" if kind == "twice" else f"those of step {step - 1}"
+            found = "two" if kind == "twice" else f"the ones of step {step - 1}"
             yield rule.finding(step=step, ranks=seen, expected=expected, found=found, line=line or "in a package")
 
 

@@ -163,7 +163,7 @@ def lines(answer: Answer, words: Mapping[str, str]) -> Iterator[str]:
     for text in headline_of(answer.findings, command="", ranks=answer.ranks).texts:
         yield f"exec: {text}"
     for reason in answer.not_watched:
-        yield f"exec: not judged: {reason}"
+        yield f"exec: not checked: {reason}"
     if answer.absent:
         shown = [f"{absent.name} {absent.effect} ({absent.line or 'a package'})" for absent in answer.absent]
         more = f", and {len(shown) - _ABSENT_SHOWN} more" if len(shown) > _ABSENT_SHOWN else ""

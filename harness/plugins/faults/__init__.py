@@ -18,7 +18,7 @@ PLUGIN = Plugin(
         )
     },
     answers={
-        "planted faults": "harness.plugins.faults.faults",
+        "injected faults": "harness.plugins.faults.faults",
         "mutation testing": "harness.plugins.faults.mutation",
         "catalogue of faults": "harness.plugins.faults.kills:catalogue",
     },

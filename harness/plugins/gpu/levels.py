@@ -388,7 +388,7 @@ def _same(name: str, one: Sequence[object], other: Sequence[object], *, must: bo
 
 
 def _case_item(result: CaseResult, prefix: str = "") -> LevelItem:
-    numbers = {name: getattr(result.measured, name, None) for name in ("loss_distance", "parity", "local_parity")}
+    numbers = {name: getattr(result.measured, name, None) for name in ("loss_distance", "parity", "module_replay")}
     unjudged = [f"not checked: {skipped.check}: {skipped.reason}" for skipped in result.not_judged]
     return LevelItem(
         name=f"{prefix}{result.case_id}",

@@ -69,7 +69,7 @@ _MEANS_OF_CURVES = (
 _JUNIT: Mapping[tuple[Verdict, Word], Element] = {
     **{(verdict, "refused"): "skipped" for verdict in (Verdict.CRASH, Verdict.NUMERIC, Verdict.INVARIANT)},
     (Verdict.PASSED, "wrong"): "failure",
-    (Verdict.PASSED, "not judged"): "error",
+    (Verdict.PASSED, "not checked"): "error",
 }
 
 _TITLE = "each layout against its single-rank reference"
@@ -111,7 +111,7 @@ def _answer(parity: Parity) -> str:
     steps = [row.layout for row in parity.one_step if row.word == "wrong"]
     loop = f"wrong in one step: {', '.join(steps)}" if steps else ""
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
-    open_words = [row.word for row in parity.every if row.word in ("not judged", "not run", "infra", "changed")]
+    open_words = [row.word for row in parity.every if row.word in ("not checked", "not run", "infra", "changed")]
     curve = f"{parity.golden.name} is {parity.golden.word}" if parity.golden is not None else ""
     first = f"parity: {said if wrong else 'no layout is wrong'}"
     line = "; ".join(filter(None, (first, loop, _counts(open_words), curve)))

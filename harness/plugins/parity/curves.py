@@ -19,7 +19,7 @@ from harness.matrix.caseid import case_id, layout_id, parse_case_id
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _ROW = re.compile(rf"(\d+)\s+({_NUMBER})(?:\s+({_NUMBER}))?\s*")
 _LOGGED = re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*({_NUMBER})(?:.*?\bgrad_norm:\s*({_NUMBER}))?")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _SAID = re.compile(r"#\s*([\w-]+):\s*(.+)")
 _MESH_WORD = re.compile(r"_(?:fsdp|hsdp|ddp|dp|tp|cp|pp|ep)\d+(?:x\d+)?(?=_|$)")
 
@@ -73,7 +73,7 @@ def job_of(case: Case) -> str:
 def read_curve(path: Path) -> TextCurve:
     """Read a golden file of torchtitan or the log of a run. HarnessError for anything else."""
     try:
-        lines = _COLOUR.sub("", path.read_text(encoding="utf-8")).splitlines()
+        lines = _COLOR.sub("", path.read_text(encoding="utf-8")).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"cannot be read: {error}.", where=str(path), fix="give a golden file or a log.") from error
     points: dict[int, Point] = {}

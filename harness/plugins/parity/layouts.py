@@ -103,7 +103,7 @@ def check_job(curve: TextCurve, case: Case) -> None:
         return  # a log says nothing of its job: whoever gives it does
     if curve.case is None:
         what = f"{own} is a job of torchtitan's own: another model, seed and data than {asked}."
-        fix = "judge it by files of the same job in other layouts: give --golden several times, and no case."
+        fix = "compare it with files of the same job in other layouts: give --golden several times, and no case."
     else:
         what, fix = f"it is of {own}, and {asked} runs.", "leave the case and its options out: the file names them."
     raise HarnessError(what, where=curve.name, fix=fix)
@@ -328,7 +328,7 @@ def row(result: CaseResult) -> Row:
         grad_norms=result.grad_norms,
         reference=() if solo is None else solo.losses,
         worst_gradient=None if measured is None else measured.worst_gradient,
-        replay=None if measured is None else measured.local_parity,
+        replay=None if measured is None else measured.module_replay,
         first=nearest(result),
         command=result.command,
     )
@@ -358,7 +358,7 @@ def exit_code_of(rows: Sequence[Row], result: RunResult) -> ExitCode:
     """
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
-    instead = {"refused": Verdict.PASSED, "not judged": Verdict.NOT_RUN, "wrong": Verdict.NUMERIC}
+    instead = {"refused": Verdict.PASSED, "not checked": Verdict.NOT_RUN, "wrong": Verdict.NUMERIC}
     verdicts = [
         Verdict.PASSED if case.excused and of.change != "now differs" else instead.get(of.word, case.verdict)
         for of, case in zip(rows, result.results, strict=True)

@@ -53,7 +53,7 @@ def _choose(project: Project, name: str) -> None:
         raise HarnessError("this tier is the package's, and its cases are chosen there.", where=name, fix=fix)
     faults = planted_faults()
     if not faults:
-        raise needed("planted faults", where=f"dev tier {name}")
+        raise needed("injected faults", where=f"dev tier {name}")
     file, costs = read_case_file(path), read_costs(project.root)
     chosen = choose(file, costs.price, known=recorded_faults(project), faults=faults, rounds=_ROUNDS)
     write_whole(chosen_path(path), chosen_file(file.name, chosen))

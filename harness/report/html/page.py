@@ -77,8 +77,8 @@ def _rendered(data: Mapping[str, object], **values: object) -> bytes:
     from markupsafe import Markup
 
     own = "\n".join(['(() => {\n"use strict";', *map(_asset, _SCRIPTS), "})();"])
-    licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
-    script = Markup("\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own]))
+    license = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
+    script = Markup("\n".join([license, _asset("uPlot.iife.min.js", "vendor"), own]))
     style = Markup("\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")]))
     plain = {name: to_json(_printable(msgspec.to_builtins(value))).decode() for name, value in data.items()}
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; {_POLICY}"

@@ -300,10 +300,8 @@ def _quantize_experts(x: Tensor, block_size: int = 32, *given: Any) -> tuple[Ten
     del asked["stage_count"]
     is_blocked, asked["blocked_scale_output"] = asked["blocked_scale_output"], False
     data, scale = _quant()._mxfp8_quantize_reference_3d(x, block_size=block_size, **asked)
-    columns = asked["scale_block_dim2"]
-    scale = scale.reshape(
-        len(x), -1, x.shape[2] // columns
-    )  # the reference leaves a dim of one behind blocks of 32 x 32
+    columns: Any = asked["scale_block_dim2"]
+    scale = scale.reshape(len(x), -1, x.shape[2] // columns)  # the reference adds a dim of one for blocks of 32 x 32
     return data, _quant()._to_blocked_per_group_3d_layout(scale, scale_block_dim2=columns) if is_blocked else scale
 
 

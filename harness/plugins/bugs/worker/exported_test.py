@@ -28,8 +28,8 @@ def run_rank(rank, store, check):
 def check_gradients():
     name, off, found, expected, limit, rounding = farthest()
     assert off <= limit, (
-        f"{name} is {off:.3g} from that of one rank, relative to its norm; rounding explains {rounding:g}, "
-        f"{limit:g} is allowed. Its norm is {found.norm():.5g}, that of one rank {expected.norm():.5g}."
+        f"{name} differs from one rank: relative error {off:.3g}, tolerance {limit:g}, of which rounding explains "
+        f"{rounding:g}. Norm {found.norm():.5g}, on one rank {expected.norm():.5g}."
     )
 
 

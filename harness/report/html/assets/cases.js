@@ -91,7 +91,7 @@ function showChecks() {
   const group = (label, field) => el("optgroup", { label }, ...names(field).map((name) => el(
     "option", { value: `${field}:${name}`, selected: state.check === `${field}:${name}` }, name,
   )));
-  fill(byId("check"), el("option", { value: "" }, "any"), group("has findings", "found"), group("not judged", "unjudged"));
+  fill(byId("check"), el("option", { value: "" }, "any"), group("has findings", "found"), group("not checked", "unjudged"));
 }
 
 function sorted(entries) {

@@ -1,11 +1,11 @@
 // Curves of the case and of what it is compared with, drawn by uPlot.
 
 let plots = [];
-const CURVES = {  // colours of the style, and dashes for who cannot tell them apart
+const CURVES = {  // colors of the style, and dashes for who cannot tell them apart
   case: ["--case", []], golden: ["--golden", [8, 4]], solo: ["--solo", [10, 3, 2, 3]],
 };
 const TOLD = { case: "case", golden: "golden (BF16)", solo: "single-rank reference" };
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));
 const drawn = (values) => values.map((value) => (Number.isFinite(number(value)) ? number(value) : null));
 const short = (value) => (value === null || value === undefined ? "–" : Number(value).toPrecision(4).replace(/\.?0+(e|$)/, "$1"));
@@ -17,16 +17,16 @@ function curve(title, lines, band, height = 230) {
   const padded = (values) => x.map((_, step) => drawn(values)[step] ?? null);
   const series = lines.map(([name]) => ({
     label: TOLD[name],
-    stroke: () => colour(CURVES[name][0]),
+    stroke: () => color(CURVES[name][0]),
     width: name === "case" ? 2.5 : 1.5,
     dash: CURVES[name][1],
     points: { show: steps < 30, size: 6 },
     value: (_, value) => short(value),
   }));
   const edges = band ? ["most allowed", "least allowed"].map((label) => ({
-    label, stroke: () => colour("--band-edge"), width: 1, points: { show: false }, value: (_, value) => short(value),
+    label, stroke: () => color("--band-edge"), width: 1, points: { show: false }, value: (_, value) => short(value),
   })) : [];
-  const axis = { stroke: () => colour("--muted"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false } };
+  const axis = { stroke: () => color("--muted"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
   const place = el("div", { class: "plot" });
   const figure = el("figure", {}, el("figcaption", {}, title), place);
   const draw = () => {
@@ -35,7 +35,7 @@ function curve(title, lines, band, height = 230) {
         width: Math.max(place.clientWidth, 240),
         height,
         series: [{ label: "step" }, ...series, ...edges],
-        bands: band ? [{ series: [lines.length + 1, lines.length + 2], fill: () => colour("--band") }] : [],
+        bands: band ? [{ series: [lines.length + 1, lines.length + 2], fill: () => color("--band") }] : [],
         scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) } },
         axes: [
           { ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] },
@@ -76,7 +76,7 @@ function forgetPlots() {
   plots = [];
 }
 
-// With the colours of now.
+// With the colors of now.
 function redraw() {
   const again = plots.map(({ draw }) => draw);
   forgetPlots();

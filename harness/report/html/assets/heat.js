@@ -1,7 +1,7 @@
-// Modules over steps as tables whose cells have colours, and the collectives of a step in time.
+// Modules over steps as tables whose cells have colors, and the collectives of a step in time.
 
 const MOST_ROWS = 12;
-const MOST_STEPS = 12;  // with numbers in the cells; more steps have colours, and numbers where they are pointed at
+const MOST_STEPS = 12;  // with numbers in the cells; more steps have colors, and numbers where they are pointed at
 const digits = (value, precision = 2) => {
   const read = number(value);
   return value === null || value === undefined ? "–" : Number.isFinite(read) ? `${Number(read.toPrecision(precision))}` : "NaN";
@@ -114,7 +114,7 @@ function underflow(rows) {
   }));
 }
 
-// Every collective of a rank is a mark where it starts; colour and height tell their kinds apart.
+// Every collective of a rank is a mark where it starts; color and height tell their kinds apart.
 const SHAPES = { all_gather: [0, 20], reduce_scatter: [0, 10], all_reduce: [10, 10] };
 
 function drawing(tag, attributes, ...children) {

@@ -170,13 +170,13 @@ NO_REDUCTION = "amax_not_reduced_over_tp"
 
 
 @pytest.mark.parametrize(
-    ("case", "colour", "patch"),
+    ("case", "color", "patch"),
     [
         pytest.param(f"{CASE}-f64", "red", f"{FIX}:apply", id="a live fault and its fix", marks=pytest.mark.sweep),
         pytest.param(f"tp2-tensorwise-{SMALL}-f32", "green", NO_REDUCTION, id="a planted fault"),
     ],
 )
-def test_a_pytest_file_turns_with_its_patch(case: str, colour: str, patch: str, run: Run, tmp_path: Path) -> None:
+def test_a_pytest_file_turns_with_its_patch(case: str, color: str, patch: str, run: Run, tmp_path: Path) -> None:
     """Red and green with the ranks that scripts have here: `test_pytest_files_are_proven` has pytest start them."""
     parity = FailureSignature(kind="parity/gradients", first_step=1)
     _, values = next(models(constants(exported_case(parse_case_id(case)), parity)))
@@ -187,8 +187,8 @@ def test_a_pytest_file_turns_with_its_patch(case: str, colour: str, patch: str, 
         (tmp_path / "fault.py").write_text(exported_fault(patch))
         patch = f"{tmp_path / 'fault.py'}:{patch}"
     ranks = 4 if case.startswith("fsdp2") else 2
-    colours = {"red": 1, "green": 0}
-    for number, (patches, wanted) in enumerate([((), colours[colour]), ((patch,), 1 - colours[colour])]):
+    colors = {"red": 1, "green": 0}
+    for number, (patches, wanted) in enumerate([((), colors[color]), ((patch,), 1 - colors[color])]):
         done = run(drive, str(file), str(tmp_path / f"store{number}"), *patches, ranks=ranks)
         assert done.returncode == wanted, done.stderr
         assert ("rounding explains 0.007, 0.03 is allowed" in done.stderr) == bool(wanted)

@@ -95,7 +95,7 @@ def test_a_fixed_bug_that_is_not_so(trials: tuple[Trial, ...], says: str) -> Non
 
 
 def test_a_fixed_bug_needs_a_fault_that_fits_a_case_that_trains() -> None:
-    assert only(check(bug(planted=()), PASSED)).mismatches == ("no planted fault brings it back",)
+    assert only(check(bug(planted=()), PASSED)).mismatches == ("no injected fault brings it back",)
     corpus = check(bug(planted=("amax_not_reduced_over_tp",)), PASSED)
     assert only(corpus).mismatches == ("amax_not_reduced_over_tp cannot be planted in it",)
     assert only(check(bug(REFUSED), PASSED)).mismatches == ("it is refused: a fixed bug trains",)

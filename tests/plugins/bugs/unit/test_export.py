@@ -21,7 +21,7 @@ from harness.plugins.bugs.bugfile import Bug, BugFile
 from harness.plugins.bugs.export import (
     TEMPLATE,
     Exported,
-    Neighbours,
+    Neighbors,
     Proof,
     Script,
     constants,
@@ -34,7 +34,7 @@ from harness.plugins.bugs.export import (
     what_detects,
     with_values,
 )
-from harness.plugins.bugs.pytest_file import OLDEST, colour_of, formatted, models, pytest_file
+from harness.plugins.bugs.pytest_file import OLDEST, color_of, formatted, models, pytest_file
 from harness.plugins.bugs.sections import exported_sections, issue_markdown
 from harness.plugins.bugs.trials import NamedCase
 from harness.plugins.faults.faults import all_faults
@@ -287,7 +287,7 @@ def test_constants_get_values_and_keep_their_comments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "colour", "text"),
+    ("output", "color", "text"),
     [
         (".  [100%]\n1 passed in 3.21s\n", "green", "1 passed in 3.21s"),
         (
@@ -301,9 +301,9 @@ def test_constants_get_values_and_keep_their_comments() -> None:
         ("No module named pytest\n", "cannot tell", "No module named pytest"),
     ],
 )
-def test_the_colour_of_a_run(output: str, colour: str, text: str) -> None:
-    answer = colour_of(output)
-    assert answer[0] == colour
+def test_the_color_of_a_run(output: str, color: str, text: str) -> None:
+    answer = color_of(output)
+    assert answer[0] == color
     assert text in answer[1]
 
 
@@ -346,11 +346,11 @@ def test_the_draft_says_versions_expected_found_and_the_command() -> None:
     assert "What fails" not in text
 
 
-def test_neighbours_are_a_table(tmp_path: Path) -> None:
+def test_neighbors_are_a_table(tmp_path: Path) -> None:
     file = tmp_path / "shrunk.json"
     file.write_bytes(SHRUNK)
-    neighbours = read_json(file, Neighbours, command="bug shrink --json").needed
-    text = issue_markdown(EXPORTED, None, versions=VERSIONS, device="CPU ranks", neighbours=neighbours)
+    neighbors = read_json(file, Neighbors, command="bug shrink --json").needed
+    text = issue_markdown(EXPORTED, None, versions=VERSIONS, device="CPU ranks", neighbors=neighbors)
     assert "| nothing | scales/amax in wq, from step 1 on |" in text
     assert "| tp = 1 | none: it passes |\n| dp_shard = 1 | crash: a \\| b |" in text
 

@@ -103,7 +103,7 @@ def test_a_recorded_fault_that_shows_is_named_whatever_the_answer_is() -> None:
     (rest,) = known_in((wrong, other), (fault,)).values()
     assert rest.endswith("; 1 finding of 2 not explained by it")
     text = text_of(reproduced_sections(msgspec.structs.replace(ask(CRASH), known=known_in((wrong,), (fault,)))))
-    assert "known fault  recorded: An example." in text
+    assert "known issue  recorded: An example." in text
 
 
 def test_shrink_and_export_say_that_a_failure_is_not_the_reported_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_every_case_and_text_is_kept(
         pytest.param(
             "amax_without_abs", "amax_without_ab", r"did you mean amax_without_abs", marks=pytest.mark.plugin("faults")
         ),
-        ('status = "fixed"', 'status = "live"', r"a live bug needs no planted fault"),
+        ('status = "fixed"', 'status = "live"', r"a live bug needs no injected fault"),
         ("detected_by", "detected", r"unknown key 'detected'"),
         ("tp = 2", "tp = 0", r"tp = 0"),
         ("[stated]", "[said]", r"unknown key 'said'"),

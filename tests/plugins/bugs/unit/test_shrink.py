@@ -115,7 +115,7 @@ def test_two_axes_that_need_each_other_go_together(tmp_path: Path) -> None:
     assert (smallest.case.layout.tp, smallest.case.layout.dp_shard) == (1, 1)
 
 
-def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path) -> None:
+def test_a_bound_is_claimed_only_where_the_neighbors_were_tried(tmp_path: Path) -> None:
     case = make_case(dp_shard=3, global_batch=12, layers=5, recipe="tensorwise", fp8_all_gather=True)
 
     def of_uneven_shards(case: Case) -> FailureSignature | None:

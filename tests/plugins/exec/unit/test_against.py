@@ -35,8 +35,8 @@ def test_shards_of_ranks_are_one_tensor() -> None:
 @pytest.mark.parametrize(
     ("changes", "rule", "words"),
     [
-        ({"values": {"grad": 4.0}}, "parity/gradients", "1 of 1 gradients are 2 times the one rank's: summed"),
-        ({"values": {"grad": 1.0}}, "parity/gradients", "1 of 1 gradients are 1/2 of the one rank's: averaged"),
+        ({"values": {"grad": 4.0}}, "parity/gradients", "1 of 1 gradients are 2 times the values on one rank: summed"),
+        ({"values": {"grad": 1.0}}, "parity/gradients", "1 of 1 gradients are 1/2 of the values on one rank: averaged"),
         ({"values": {"grad": 2.1}}, "parity/gradients", "1 of 1 gradients differ"),
         ({"values": {"param": 1.0}}, "parity/parameters", "updates of parameters differ"),
         ({"losses": (4.1,)}, "parity/loss", "loss differs"),

@@ -27,7 +27,7 @@ def test_every_unmeant_rule_is_one_of_a_check_of_scripts() -> None:
 def test_no_check_of_scripts_needs_another_run_and_what_they_read_is_recorded() -> None:
     names = {check.name for check in checks_of_scripts()}
     assert {"scales", "traffic", "finite", "updates"} <= names
-    assert names.isdisjoint({"parity", "loss_vs_golden", "signature", "metamorphic", "local_parity", "underflow"})
+    assert names.isdisjoint({"parity", "loss_vs_golden", "profile", "metamorphic", "module_replay", "underflow"})
     read = {record for check in checks_of_scripts() for record in (*check.records, *check.also_reads)}
     assert set(RECORDED) <= read
     assert read <= {*RECORDED, "experts", "graphs"}

@@ -1,4 +1,4 @@
-"""A plain script on ranks of the virtual device: clean ones have no finding, planted faults a headline as of a case."""
+"""A plain script on ranks of the virtual device: no finding in clean ones, a headline for injected faults."""
 
 import subprocess
 import sys

@@ -64,7 +64,7 @@ ROWS = {
     "changed": result(verdict=Verdict.CHANGED, findings=(WRONG,)),
     "infra": result(verdict=Verdict.INFRA, measured=None, losses=(), grad_norms=()),
     "not run": result(verdict=Verdict.NOT_RUN, measured=None, losses=(), grad_norms=()),
-    "not judged": result(measured=make_measured()),
+    "not checked": result(measured=make_measured()),
 }
 
 
@@ -85,8 +85,8 @@ def test_the_word_follows_from_the_verdict_and_the_distances(word: str) -> None:
         (result(math.nan), "wrong"),
         (result(math.inf), "wrong"),
         (result(0.3), "wrong"),
-        (result(allowed=None), "not judged"),
-        (result(verdict=Verdict.INVARIANT, findings=(replace(WRONG, judged=False),)), "not judged"),
+        (result(allowed=None), "not checked"),
+        (result(verdict=Verdict.INVARIANT, findings=(replace(WRONG, judged=False),)), "not checked"),
         (result(verdict=Verdict.INVARIANT, findings=(replace(WRONG, judged=False), WRONG)), "wrong"),
         (result(math.nan, same_bits=True), "wrong"),
     ],
@@ -169,7 +169,7 @@ def test_no_row_contradicts_itself(word: str) -> None:
     told = row(ROWS[word])
     if told.error is not None and told.tolerance is not None:
         assert (told.error <= told.tolerance) is (word not in {"wrong", "known"}), told
-    assert told.decided_by or word in ("infra", "not run", "not judged")
+    assert told.decided_by or word in ("infra", "not run", "not checked")
     assert (told.error == 0) is (told.decided_by == "bitwise equal")
     assert msgspec.json.decode(msgspec.json.encode(told))["decided_by"] == told.decided_by
 

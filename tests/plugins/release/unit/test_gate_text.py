@@ -12,7 +12,7 @@ from harness.jsonform import to_json
 from harness.plugins.release.commands import gate_front, gate_markdown, gate_sections
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
 from harness.report.html.page import html_report
-from harness.report.sections import Entry, Section, Table, bounded, text_of
+from harness.report.sections import Entry, Section, Table, text_of
 from harness.result import Environment, RunResult
 from harness.text import printable
 from harness.verdict import Verdict
@@ -168,7 +168,7 @@ def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
     bad = replace(before, results=before.results[1:])
     decision = gate(bad, after, TERMS, names=("a", printable(text)))
     for width in (None, 60):
-        assert_inert(text_of(bounded(gate_sections(decision), where="--json"), width=width))
+        assert_inert(text_of(gate_sections(decision), where="--json", width=width))
     usual = gate(bad, before, TERMS, names=("a", "b"))
     assert_no_markup(gate_markdown(decision), details=gate_markdown(usual).count("<details>"))
     pairs = ((decision, after), (usual, before))

@@ -1,4 +1,4 @@
-"""The check `signature` finds every change of what was recorded, at its step and on its ranks."""
+"""The check `profile` finds every change of what was recorded, at its step and on its ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from harness.checks.catalogue import by_cause
 from harness.checks.judge import Judgement, judge
-from harness.checks.metamorphic import EXECUTED, MEMORY, check_signature
-from harness.evidence.signature import Signature, make_signature
+from harness.checks.metamorphic import EXECUTED, MEMORY, check_profile
+from harness.evidence.profile import Profile, make_profile
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run
 from harness.trace.operands import OperandTrace
@@ -32,19 +32,19 @@ from tests.builders import (
 STEPS = 3
 CASE = parse_case_id(f"target.my_pkg.my_target-fsdp2-tensorwise-v2048-s{STEPS}-f32")
 RUN = make_signed_run(steps=STEPS)
-RECORDED = make_signature(RUN, case_id=case_id(CASE), command="", reason="r", commit="")
-COMMAND = "fp8-harness baseline update --signatures"
+RECORDED = make_profile(RUN, case_id=case_id(CASE), command="", reason="r", commit="")
+COMMAND = "fp8-harness baseline update --profiles"
 HINT = f"if it is intended, `{COMMAND}` records it"
 SENT = "all_gather in uint8 along dp_shard"
 SAVED = "float32 bytes saved for backward"
 
 
-def witnesses(signature: Signature | None = RECORDED, **given: Any) -> Any:
-    return make_witnesses(CASE, signature=signature, update_signature=COMMAND, **given)
+def witnesses(profile: Profile | None = RECORDED, **given: Any) -> Any:
+    return make_witnesses(CASE, profile=profile, update_profile=COMMAND, **given)
 
 
 def check(run: Run) -> list[Finding]:
-    return check_signature(CASE, run, witnesses())
+    return check_profile(CASE, run, witnesses())
 
 
 def test_the_run_that_was_recorded_is_good() -> None:
@@ -134,13 +134,13 @@ def test_a_step_too_much_and_a_step_too_few_are_found() -> None:
 
 
 def judged(run: Run = RUN, **given: Any) -> Judgement:
-    return judge(CASE, run, "ok", witnesses(**given), checks=(check_signature,))
+    return judge(CASE, run, "ok", witnesses(**given), checks=(check_profile,))
 
 
-def test_the_judge_executes_it_with_a_signature_of_these_versions() -> None:
-    assert judged().checks == (check_signature.name,)
-    (skipped,) = judged(signature=None).not_judged
-    assert skipped.unverified and skipped.reason == f"no signature is recorded; `{COMMAND}` records one"
+def test_the_judge_executes_it_with_a_profile_of_these_versions() -> None:
+    assert judged().checks == (check_profile.name,)
+    (skipped,) = judged(profile=None).not_judged
+    assert skipped.unverified and skipped.reason == f"no profile is recorded; `{COMMAND}` records one"
     (other,) = judged(make_signed_run(steps=STEPS, software=SOFTWARE | {"torch": "2.99.0"})).not_judged
     assert other.unverified and "torch 2.99.0 is installed" in other.reason and COMMAND in other.reason
     (fixed,) = judged(partner_has_fix=True).not_judged
@@ -150,8 +150,8 @@ def test_the_judge_executes_it_with_a_signature_of_these_versions() -> None:
 def test_a_llama_is_judged_by_formulas() -> None:
     llama = parse_case_id("fsdp2-tensorwise-v2048-s3-f32")
     judgement = judge(llama, RUN, "ok", make_witnesses(llama))
-    assert check_signature.name not in judgement.checks
-    assert {skipped.reason for skipped in judgement.not_judged if skipped.check == check_signature.name} == {
+    assert check_profile.name not in judgement.checks
+    assert {skipped.reason for skipped in judgement.not_judged if skipped.check == check_profile.name} == {
         "formulas cover what the model sends, multiplies and saves"
     }
 

@@ -17,8 +17,8 @@ from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished
 from harness.checks.parity import FLOAT32_LOSS
 from harness.expect.expectations import Expectations
-from harness.expect.local_parity import Bits, allowed_distance, sums_before
 from harness.expect.model import Model
+from harness.expect.module_replay import Bits, allowed_distance, sums_before
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES
@@ -41,8 +41,8 @@ _NOUNS = {
 
 Judged = tuple[ModuleDistance, float]  # a tensor, and how far it may be from its replay
 
-_rule = Rules("local_parity", Stage.MODULE, only={"a damaged trace": "nothing-compared"})
-NO_REPLAY = _rule.no_witness()
+_rule = Rules("module_replay", Stage.MODULE, only={"a damaged trace": "nothing-compared"})
+NO_REPLAY = _rule.no_reference()
 NOTHING_COMPARED = _rule("nothing-compared", "no module was compared")
 INCOMPARABLE = _rule(
     "incomparable",
@@ -84,9 +84,9 @@ def _partly(expect: Expectations, device: str) -> str:
     blind="Bugs outside of modules, such as the order of microbatches; steps that are not replayed.",
     partly=_partly,
     records=("module_tensors",),
-    judges_partner=True,
+    checks_counterpart=True,
 )
-def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+def check_module_replay(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Does every module compute what one rank computes from the same operands?"""
     expect = witnesses.expect
     relation = expect.relation

@@ -1,4 +1,4 @@
-"""The check `local_parity` finds every tensor that is further from its replay than rounding explains, and no other."""
+"""The check `module_replay` finds every tensor that is further from its replay than rounding explains, and no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.local_parity import (
+from harness.checks.module_replay import (
     INCOMPARABLE,
     LOSS,
     NO_REPLAY,
@@ -18,11 +18,11 @@ from harness.checks.local_parity import (
     NOTHING_COMPARED,
     SUM,
     TENSOR,
-    check_local_parity,
+    check_module_replay,
 )
 from harness.expect.expectations import Expectations
-from harness.expect.local_parity import EXACT, Bits, allowed_distance, sums_before
 from harness.expect.model import llama_model
+from harness.expect.module_replay import EXACT, Bits, allowed_distance, sums_before
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -108,7 +108,7 @@ def replayed(*distances: ModuleDistance, case: Case = CASE) -> Run:
 
 def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
     again = replayed(*distances, distance(step=1, fqn="other"), distance(step=2, fqn="other"), case=case)
-    return check_local_parity(case, make_run(case, module_tensors=()), make_witnesses(case, replay=again))
+    return check_module_replay(case, make_run(case, module_tensors=()), make_witnesses(case, replay=again))
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_what_is_not_replayed_has_a_reason_and_of_any_model_ranks_find_out() -> 
     assert "module_tensors" in probes_for(of["b16"]) and "module_tensors" in Expectations(of["b16"]).not_recorded
     assert "module_tensors" not in probes_for(of["f64"])
     long, large = (parse_case_id(f"tp2-tensorwise-{part}-b16") for part in ("v2048-s50", "llama3.8b.layer-v2048"))
-    left = partly_judged(Expectations(long))["local_parity"]
+    left = partly_judged(Expectations(long))["module_replay"]
     assert left.startswith("steps 7-12, 14-19, ") and left.endswith("42, 50: modules are recorded in 12 steps")
     moved = "steps 6-50: the limit was measured over 5 steps"
-    assert partly_judged(Expectations(long)) == {"local_parity": left, "underflow": moved}
+    assert partly_judged(Expectations(long)) == {"module_replay": left, "underflow": moved}
     assert not partly_judged(Expectations(parse_case_id("tp2-tensorwise-v2048-b16")))
     assert "more than a replay can be given" in Expectations(large).not_recorded["module_tensors"]
 
@@ -257,9 +257,9 @@ def test_a_real_device_promises_no_bits() -> None:
     assert allowed(bits=NONE, kind="output", parts=1) > EXACT
     off = (distance(kind="input", parts=1, distance=1e-3), distance(step=2))  # what attention hands on
     again, run = replayed(*off), make_run(CASE, module_tensors=(), virtual=("scaled_mm",))
-    assert check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
+    assert check_module_replay(CASE, run, make_witnesses(CASE, replay=again))
     on_cuda = make_witnesses(CASE, replay=again, numerics=Numerics(same_in_parts=False))
-    assert not check_local_parity(CASE, run, on_cuda), "the exact matmul there makes attention no other kernel"
+    assert not check_module_replay(CASE, run, on_cuda), "the exact matmul there makes attention no other kernel"
 
 
 KINDS = st.sampled_from(["input", "output", "grad_output", "grad_input", "grad", "param"])
@@ -319,7 +319,7 @@ def test_of_unequal_replicas_the_one_that_is_off_is_named_if_others_are_not(
 @pytest.mark.parametrize(
     ("weights", "ranks", "ended"),
     [
-        ({0: (1.0, 0.0), 1: (0.0, 1.0)}, (), "what they computed themselves, on all ranks"),
+        ({0: (1.0, 0.0), 1: (0.0, 1.0)}, (), "their local result, on all ranks"),
         ({0: (0.5, 0.5), 1: (0.5, 0.5)}, (), "it is averaged instead of summed, on all ranks"),
         ({0: (2.0, 2.0), 1: (2.0, 2.0)}, (), "it is 2 times the sum, on all ranks"),
         ({0: (1.0, 1.0), 1: (0.0, 1.0)}, (1,), "rank 1 goes on with 0 x rank 0 + 1 x rank 1, on rank 1"),
@@ -343,9 +343,9 @@ def test_nan_and_what_was_not_compared_never_pass() -> None:
     assert finding.verdict is Verdict.INVARIANT
     assert (finding.rule, finding.values["problem"]) == (INCOMPARABLE.name, "the run did not record it")
     run = make_run(CASE, module_tensors=())
-    (finding,) = check_local_parity(CASE, run, make_witnesses(CASE))
+    (finding,) = check_module_replay(CASE, run, make_witnesses(CASE))
     assert (finding.rule, finding.judged) == (NO_REPLAY.name, False)
-    (finding, *_) = check_local_parity(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
+    (finding, *_) = check_module_replay(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
     assert finding.rule == NOTHING_COMPARED.name
 
 
@@ -354,7 +354,7 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
     again = replayed(distance(), distance(step=2))
     value = getattr(make_run(CASE).traces[1].steps[1], name) + off
     run = with_step(make_run(CASE, module_tensors=()), 1, 2, **{name: value})
-    (finding,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
+    (finding,) = check_module_replay(CASE, run, make_witnesses(CASE, replay=again))
     assert (finding.step, finding.rank) == (2, 1)
     assert finding.rule == {"loss": LOSS, "grad_norm": NORM}[name].name
     assert finding.values["number"] == name
@@ -363,7 +363,7 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
 def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
     again = replayed(distance(), distance(step=2))
     short = with_rank(make_run(CASE, module_tensors=()), 1, lambda trace: replace(trace, steps=trace.steps[:1]))
-    assert check_local_parity(CASE, short, make_witnesses(CASE, replay=again)) == []
+    assert check_module_replay(CASE, short, make_witnesses(CASE, replay=again)) == []
 
 
 COMPILED = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
@@ -374,11 +374,11 @@ def test_the_partner_of_a_compiled_case_is_judged_in_its_place() -> None:
     of_partner = ("in tp2-tensorwise-v2048-s2-b16", TENSOR.name, "gradient of the input", WQ)
     for far, expected in ((0.0, []), (0.02, [of_partner])):
         other = replayed(distance(distance=far), distance(step=2))
-        found = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=other))
+        found = check_module_replay(COMPILED, run, make_witnesses(COMPILED, partner=other))
         assert [(one.within, one.rule, one.values["tensor"], one.module) for one in found] == expected
-    (found,) = check_local_parity(COMPILED, run, make_witnesses(COMPILED))
+    (found,) = check_module_replay(COMPILED, run, make_witnesses(COMPILED))
     assert (found.rule, found.judged) == (NO_REPLAY.name, False)
-    found, *_ = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=make_run(CASE)))
+    found, *_ = check_module_replay(COMPILED, run, make_witnesses(COMPILED, partner=make_run(CASE)))
     assert found.rule == NOTHING_COMPARED.name
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from harness.checks.check import Rule
-from harness.checks.local_parity import INCOMPARABLE, NORM, SUM, TENSOR, check_local_parity
+from harness.checks.module_replay import INCOMPARABLE, NORM, SUM, TENSOR, check_module_replay
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import replayed_steps
@@ -30,7 +30,7 @@ def judged(train, trained):
         recorded = trained(case, probes=("sketches", "module_tensors"), injections=injections)
         ranks = tuple(trace.module_tensors or () for trace in recorded.traces)
         again = Run(traces=train(case, replayed=ranks), failures=())
-        return check_local_parity(case, recorded, make_witnesses(case, replay=again))
+        return check_module_replay(case, recorded, make_witnesses(case, replay=again))
 
     return run
 
@@ -148,7 +148,7 @@ def test_faults_are_located(judged, plant, text: str, fault: str, place: tuple[R
 @pytest.mark.parametrize(
     ("fault", "ended"),
     [
-        ("partial_output_not_reduced", "ranks go on with what they computed themselves"),
+        ("partial_output_not_reduced", "ranks continue with their local result"),
         sweep("partial_output_averaged", "it is averaged instead of summed"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Signatures: what a run of one case sent, multiplied, kept and fused, where no formula says what it must be.
+"""Profiles: what a run of one case sent, multiplied, kept and fused, where no formula says what it must be.
 
-Owns their file format (sealed JSON under `golden/signatures/<case id>.json`, one line a kind, so that a change shows in
-a review) and the conditions for storing one. `checks/metamorphic.py` compares runs with signatures.
+Owns their file format (sealed JSON under `golden/profiles/<case id>.json`, one line a kind, so that a change shows in
+a review) and the conditions for storing one. `checks/metamorphic.py` compares runs with profiles.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.golden import Provenance, missing_reason, provenance_of
 from harness.evidence.sealed import Damaged, Sealed, holder, read_sealed, write_sealed
-from harness.hints import update_signature
+from harness.hints import update_profile
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
@@ -34,7 +34,7 @@ class RanksSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seen: dict[str, str]
 
 
-class Signature(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Profile(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run was seen to do: in its first step and, the same in each of them, in later ones."""
 
     case_id: str
@@ -55,11 +55,11 @@ class Signature(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for name in PACKAGES
             if name in made_with and name in software and evidence_key(software[name]) != evidence_key(made_with[name])
         ]
-        return f"the signature was recorded with other versions: {'; '.join(others)}" if others else None
+        return f"the profile was recorded with other versions: {'; '.join(others)}" if others else None
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What some ranks did otherwise in an old and a new signature; None: not at all."""
+    """What some ranks did otherwise in an old and a new profile; None: not at all."""
 
     step: str  # "step 1", "later steps"
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     new: str | None
 
 
-def needs_signature(case: Case) -> bool:
+def needs_profile(case: Case) -> bool:
     """Return True if no formula says what a run of the case must be seen to do."""
     return not is_llama(case.target) and expected_refusal(case) is None
 
@@ -79,14 +79,14 @@ def seen_in(trace: RankTrace, step: int) -> Seen:
     return {name: value for kind in kinds for name, value in sorted(kind(trace, step))}
 
 
-def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit: str) -> Signature:
-    """The signature of a run. Raises `HarnessError` for a missing record, and for a step that differs from the second.
+def make_profile(run: Run, *, case_id: str, command: str, reason: str, commit: str) -> Profile:
+    """The profile of a run. Raises `HarnessError` for a missing record, and for a step that differs from the second.
 
-    Only the first step may: otherwise a signature would say nothing of the next step.
+    Only the first step may: otherwise a profile would say nothing of the next step.
     """
 
     def refused(what: str, fix: str) -> HarnessError:
-        return HarnessError(f"no signature of this run: {what}.", where=case_id, fix=fix)
+        return HarnessError(f"no profile of this run: {what}.", where=case_id, fix=fix)
 
     if not run.complete or any(trace.traffic is None or trace.saved_memory is None for trace in run.traces):
         raise refused("not every rank finished and recorded traffic and saved memory", "run it on the virtual device.")
@@ -97,7 +97,7 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
     unsettled = next((difference for trace in traces for difference in _unlike_settled(trace)), None)
     if unsettled is not None:
         raise refused(unsettled, "give the case fewer steps, or do the same in every step after the first.")
-    return Signature(
+    return Profile(
         case_id=case_id,
         first_step=_grouped(traces, 1),
         later_steps=_grouped(traces, SETTLED) if len(traces[0].steps) >= SETTLED else (),
@@ -105,40 +105,40 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
     )
 
 
-def signature_path(root: Path, case_id: str) -> Path:
-    return root / "golden" / "signatures" / f"{case_id}.json"
+def profile_path(root: Path, case_id: str) -> Path:
+    return root / "golden" / "profiles" / f"{case_id}.json"
 
 
-def load_signature(root: Path, case_id: str) -> Signature:
-    """Return the recorded signature. Raises `Missing` or `Damaged` with the file and the fix."""
-    path = signature_path(root, case_id)
-    remake = f"run `{update_signature(case_id, root=root)}`." if _can_record(case_id) else "remove it."
-    signature = read_sealed(path, Signature, remake=remake, missing="no signature is recorded of this case.")
-    if signature.case_id != case_id:
-        what = f"holds the signature of {signature.case_id}: it was copied or renamed by hand."
+def load_profile(root: Path, case_id: str) -> Profile:
+    """Return the recorded profile. Raises `Missing` or `Damaged` with the file and the fix."""
+    path = profile_path(root, case_id)
+    remake = f"run `{update_profile(case_id, root=root)}`." if _can_record(case_id) else "remove it."
+    profile = read_sealed(path, Profile, remake=remake, missing="no profile is recorded of this case.")
+    if profile.case_id != case_id:
+        what = f"holds the profile of {profile.case_id}: it was copied or renamed by hand."
         raise Damaged(what, where=str(path), fix=f"restore it or {remake}")
-    return signature
+    return profile
 
 
-def find_signature(root: Path, case_id: str) -> Signature:
-    """Return the recorded signature of the project, else the package's. Raises as `load_signature`."""
-    return load_signature(holder(root, lambda place: signature_path(place, case_id)), case_id)
+def find_profile(root: Path, case_id: str) -> Profile:
+    """Return the recorded profile of the project, else the package's. Raises as `load_profile`."""
+    return load_profile(holder(root, lambda place: profile_path(place, case_id)), case_id)
 
 
-def write_signature(root: Path, signature: Signature) -> Path:
-    """Store a signature and return its path. Raises `HarnessError` for one without a reason."""
-    problem = missing_reason(signature.provenance)
+def write_profile(root: Path, profile: Profile) -> Path:
+    """Store a profile and return its path. Raises `HarnessError` for one without a reason."""
+    problem = missing_reason(profile.provenance)
     if problem:
-        raise HarnessError(f"this signature is refused: {problem}.", where=signature.case_id)
-    return write_sealed(signature_path(root, signature.case_id), signature)
+        raise HarnessError(f"this profile is refused: {problem}.", where=profile.case_id)
+    return write_sealed(profile_path(root, profile.case_id), profile)
 
 
-def list_signatures(root: Path) -> tuple[str, ...]:
-    """Return the ids of the cases whose signatures are stored under the project root, sorted."""
-    return tuple(sorted(path.stem for path in (root / "golden" / "signatures").glob("*.json")))
+def list_profiles(root: Path) -> tuple[str, ...]:
+    """Return the ids of the cases whose profiles are stored under the project root, sorted."""
+    return tuple(sorted(path.stem for path in (root / "golden" / "profiles").glob("*.json")))
 
 
-def compare_signatures(old: Signature, new: Signature) -> tuple[Change, ...]:
+def compare_profiles(old: Profile, new: Profile) -> tuple[Change, ...]:
     ranks: defaultdict[tuple[str, str, str | None, str | None], list[int]] = defaultdict(list)
     for title, step, rank in _places(old, new):
         before, now = old.seen(step=step, rank=rank), new.seen(step=step, rank=rank)
@@ -151,21 +151,17 @@ def compare_signatures(old: Signature, new: Signature) -> tuple[Change, ...]:
     )
 
 
-def _places(*signatures: Signature) -> Iterator[tuple[str, int, int]]:
-    """("later steps", step, rank) for everything that one of the signatures has seen."""
+def _places(*profiles: Profile) -> Iterator[tuple[str, int, int]]:
+    """("later steps", step, rank) for everything that one of the profiles has seen."""
     for title, step in (("step 1", 1), ("later steps", SETTLED)):
-        groups = (
-            group
-            for signature in signatures
-            for group in (signature.first_step if step == 1 else signature.later_steps)
-        )
+        groups = (group for profile in profiles for group in (profile.first_step if step == 1 else profile.later_steps))
         for rank in sorted({int(rank) for group in groups for rank in group.ranks.split()}):
             yield title, step, rank
 
 
 def _can_record(case_id: str) -> bool:
     try:
-        return needs_signature(parse_case_id(case_id))
+        return needs_profile(parse_case_id(case_id))
     except HarnessError:
         return False
 
