@@ -163,8 +163,8 @@ BUDGETS: Mapping[str, Budget] = {
     "percent of lines that import": Budget(lambda: import_share(sources(PACKAGE).values()), 7),
     "circles of imports": Budget(lambda: len(house_circles()), 0),
     "arrows up": Budget(lambda: len(arrows_up()), 0),
-    "option slots": Budget(lambda: option_slots(_app()), 271),
-    "top-level commands": Budget(lambda: len(_app().list_commands(click.Context(_app()))), 15),
+    "option slots": Budget(lambda: option_slots(_app()), 281),
+    "top-level commands": Budget(lambda: len(_app().list_commands(click.Context(_app()))), 16),
 }
 
 

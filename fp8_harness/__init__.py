@@ -5,7 +5,8 @@ user. Importing it costs nothing.
 """
 
 from fp8_harness.cases import assert_case
+from fp8_harness.handoff import assert_handoff
 from fp8_harness.layouts import assert_layouts_equal
 from fp8_harness.watching import compare, watch
 
-__all__ = ["assert_case", "assert_layouts_equal", "compare", "watch"]
+__all__ = ["assert_case", "assert_handoff", "assert_layouts_equal", "compare", "watch"]

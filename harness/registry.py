@@ -29,6 +29,7 @@ _HOMES: Mapping[str, str] = {
     "check-target": "check_target",
     "exec": "exec",
     "compare": "release",
+    "handoff": "handoff",
     "parity": "parity",
     "predict": "predict",
     "dev conformance": "conformance",
@@ -41,6 +42,8 @@ _HOMES: Mapping[str, str] = {
     "catalogue of faults": "faults",
     "compare records": "exec",
     "configurations": "bugs",
+    "hand off on a rank": "handoff",
+    "judge a hand-off": "handoff",
     "mutation testing": "faults",
     "injected faults": "faults",
     "watch a model": "exec",
@@ -83,7 +86,7 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True):
     """What one plug-in adds. Objects are named as "module:object", and imported when they are used.
 
     `commands`: by the words behind `fp8-harness`, "predict" or "dev mutate", click commands. `checks`: `Check`s,
-    checked behind those of the core. `injections`: by the prefix of what `--inject` is given, such as "fault:".
+    checked after the core's. `rules`: tuples of rules of no check. `injections`: by the prefix of what `--inject` is given, such as "fault:".
     `sections`: by the option of `show`. `answers`: by the name of a question, what the core or another plug-in asks
     for.
     """
@@ -94,6 +97,7 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True):
     section: str = "Plug-ins"  # of `fp8-harness --help`
     targets: Mapping[str, Target] = {}
     checks: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
     injections: Mapping[str, Injections] = {}
     sections: Mapping[str, PageSection] = {}
     answers: Mapping[str, str] = {}

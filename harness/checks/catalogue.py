@@ -102,6 +102,7 @@ RULES: Mapping[str, Rule] = by_name(
         *divergence.RULES.declared,
         *failures.RULES.declared,
         *_judge.declared,
+        *(rule for plugin in plugins() for place in plugin.rules for rule in load(place)),
     ]
 )
 MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measuring.py`)

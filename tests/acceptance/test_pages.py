@@ -32,7 +32,14 @@ from tests.fork_servers import ForkServers
 DOCS, README = REPOSITORY / "docs", (REPOSITORY / "README.md").read_text()
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("plugins/*.md")])
 # Pages whose commands have a test of their own.
-WALKED = {"plugins/gpu.md", "index.md", "your-own-trainer.md", "plugins/bugs.md", "reading-a-report.md"}
+WALKED = {
+    "plugins/gpu.md",
+    "plugins/handoff.md",
+    "index.md",
+    "your-own-trainer.md",
+    "plugins/bugs.md",
+    "reading-a-report.md",
+}
 HERE = ("concepts.md", "tolerances.md", "ci.md", "versions.md", "plugins/release.md", "plugins/predict.md")
 # Commands that need a cluster, a container or real ranks: understood, and run by tests of their own.
 ELSEWHERE = ("exec.md", "platforms.md", "on-a-cluster.md", "plugins/parity.md", "for-torchtitan.md", "for-torchao.md")

@@ -32,6 +32,7 @@ USERS = {
         ("dev", "evidence", "proof", "--device", "cpu", "--fault", "amax_without_abs"),
     ),
     "gpu": (("dev", "evidence", "--list"),),
+    "handoff": (("handoff", "trainer.safetensors", "exported"),),
     "parity": (("parity", "single-bf16-v2048-b16"),),
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
     "release": (("compare", "last~1", "last"),),

@@ -49,7 +49,14 @@ def test_everything_that_a_plugin_names_is_there() -> None:
     for plugin in registry.plugins():
         sections = [section.read for section in plugin.sections.values()]
         checks = [kind.check for kind in plugin.injections.values()]
-        for place in (*plugin.commands.values(), *plugin.checks, *plugin.answers.values(), *sections, *checks):
+        for place in (
+            *plugin.commands.values(),
+            *plugin.checks,
+            *plugin.rules,
+            *plugin.answers.values(),
+            *sections,
+            *checks,
+        ):
             assert registry.load(place) is not None
 
 
