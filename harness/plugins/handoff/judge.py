@@ -110,7 +110,7 @@ def shards(state: State) -> Iterator[Finding]:
             first = kept.setdefault((part.offsets, part.raw.shape), part)
             if first is not part and not np.array_equal(_bits(first.raw), _bits(part.raw)):
                 places = tuple(rank for rank in (first.rank, part.rank) if rank is not None)
-                yield rules.REPLICAS.finding(module=held.name, ranks=places, expected="equal bits", found=part.where)
+                yield rules.REPLICAS.finding(module=held.name, ranks=places, expected="equal bits", found="others")
                 break
         size, covered = int(np.prod(held.shape)), sum(part.raw.size for part in kept.values())
         if covered < size:

@@ -11,7 +11,7 @@ STRAY = _rule("stray-scale", "{module} is a scale, and its weight is not there o
 SHAPE = _rule("shape", "{module} is exported as {here}, and the source has {there}{why}", stage=Stage.MODEL)
 DTYPE = _rule("dtype", "{what} of {module} is {dtype}, which {format} has not", stage=Stage.MODEL)
 NOT_QUANTIZED = _rule("not-quantized", "nothing that is exported is quantized", stage=Stage.MODEL)
-REPLICAS = _rule("replicas", "ranks hold different values of {module}, which overlap", stage=Stage.DATA)
+REPLICAS = _rule("replicas", "{ranks} hold other values of {module} at the same place", stage=Stage.DATA)
 GAP = _rule("gap", "shards of all ranks leave out {count:n value} of {module}", stage=Stage.DATA)
 GATHER = _rule(
     "gather", "{module} of all ranks is not that of one rank: {count:n byte} differ", stage=Stage.COLLECTIVES
