@@ -29,6 +29,8 @@ from harness.plugins.handoff.pairing import (
 from harness.plugins.handoff.tensors import Matrix, Scaled, State, pieces
 from harness.verdict import Finding, Value
 
+_SEARCHES = 64  # wrong weights that are looked for among others
+
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What a hand-off is judged by. `through`: a dtype of torch that the source is cast to before it is quantized."""
@@ -86,10 +88,10 @@ def judge_states(source: State, exported: State, asked: Asked) -> Judged:
 def _tied(pairs: Pairs, ours: Units, source: State, exported: State) -> tuple[list[str], list[Finding]]:
     """Return which weights are on one side only because they are tied, and the findings about others."""
     tied, found = [], list[Finding]()
-    left = [(rules.MISSING, unit, exported) for unit in pairs.missing]
+    left, lost = [(rules.MISSING, unit, exported) for unit in pairs.missing], {unit.name for unit in pairs.missing}
     for rule, unit, other in [*left, *((rules.EXTRA, unit, source) for unit in pairs.extra)]:
         twin = next((each for each in ours.by_name.values() if each is not unit and _are_tied(each, unit)), None)
-        if twin is None or twin in pairs.missing:
+        if twin is None or twin.name in lost:
             found.append(wrong_at(rule, unit, f"{_words(unit.view.shape)} in {other.origin}", "nothing"))
         else:
             tied.append(f"{unit.given} = {twin.given}")
@@ -126,7 +128,10 @@ class _Pairs:
     """Judges pairs one by one; `units` are those of the source, among which the right one is looked for."""
 
     def __init__(self, asked: Asked, units: Units) -> None:
-        self._asked, self._units = asked, units
+        self._asked, self._searches = asked, _SEARCHES
+        self._by_shape: dict[tuple[int, int], list[Unit]] = {}
+        for unit in units.by_name.values():
+            self._by_shape.setdefault(unit.view.shape, []).append(unit)
         self._through = OF_TORCH.get(asked.through, "")
 
     def judge(self, pair: Pair) -> Iterator[Finding]:
@@ -243,13 +248,13 @@ class _Pairs:
         yield wrong_at(rules.ROUNDED, unit, expected, f"{first[3]:.6g}{_at(unit)}", count=count, dtype=dtype)
 
     def _others(self, pair: Pair) -> Iterator[Other]:
-        """Yield the weights of the source that a wrong one may be, the nearest names first."""
-        own = {unit.name for unit, _, _ in pair.source}
-        last = pair.name.rpartition(".")[0][-8:]
-        kin = sorted(self._units.by_name, key=lambda name: name.rpartition(".")[0][-8:] != last)
-        for name in (name for name in kin if name not in own):
-            unit = self._units.by_name[name]
-            yield Other(unit.given, matrix_of([(unit, 0, unit.view.shape[0])], self._asked.source_format))
+        """Yield weights of the source that a wrong one may be: of its shape, those of its kind first. Of many, none."""
+        own, last = {unit.name for unit, _, _ in pair.source}, pair.name.split(".")[-2:]
+        kin = self._by_shape.get(pair.exported.view.shape, []) if self._searches > 0 else []
+        self._searches -= 1
+        for unit in sorted(kin, key=lambda unit: unit.name.split(".")[-2:] != last):
+            if unit.name not in own:
+                yield Other(unit.given, matrix_of([(unit, 0, unit.view.shape[0])], self._asked.source_format))
 
 
 def _at(unit: Unit) -> str:
