@@ -49,9 +49,10 @@ browser:  ## install the Chromium of tests/browser where none is, from Debian's 
 torchtitan-0.3: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own with torch 2.14, for every night
 	$(TITAN_VENV)/bin/python -m pytest -q tests/plugins/torchtitan
 
-transformers: $(TRANSFORMERS_READY)  ## run the cases of examples/hf_llama and examples/scripts, in an environment of its own, for every night
+transformers: $(TRANSFORMERS_READY)  ## run examples/hf_llama, examples/scripts and the FP8 loader of transformers, in an environment of its own, for every night
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -q -m sweep tests/acceptance/test_hf_llama.py
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -q tests/plugins/exec/acceptance/test_scripts.py
+	$(TRANSFORMERS_VENV)/bin/python -m pytest -q tests/plugins/handoff/worker/test_consumers.py
 
 # Other versions of torch and torchao, each in an environment of its own, pinned by `fp8-harness constraints --for`. PyPI has
 # CUDA builds of torch 2.14 and later only, of 5 GB each, which run on a CPU.

@@ -46,7 +46,7 @@ def exported(state: Tensors, name: str, *, sharded: bool = False) -> dict[str, A
     """Return a state as an inference engine wants it: matrices quantized, the rest in bfloat16, experts one by one."""
     made: dict[str, Any] = {}
     for fqn, tensor in state.items():
-        if sharded and isinstance(tensor, DTensor) and tensor.ndim == 2 and _by_rows(tensor):
+        if sharded and isinstance(tensor, DTensor) and tensor.ndim == 2 and _by_rows(tensor) and _converts(fqn):
             for suffix, part in zip(("", "_scale"), quantized(tensor.to_local(), name), strict=True):
                 shape = torch.Size((tensor.shape[0], part.shape[1]))
                 placed = (part, tensor.device_mesh, tensor.placements)
@@ -55,6 +55,10 @@ def exported(state: Tensors, name: str, *, sharded: bool = False) -> dict[str, A
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         made |= _of_whole(fqn, whole, name)
     return made
+
+
+def _converts(fqn: str) -> bool:
+    return "embed" not in fqn and not fqn.endswith("mlp.gate.weight")
 
 
 def _by_rows(tensor: DTensor) -> bool:
@@ -69,7 +73,7 @@ def _of_whole(fqn: str, whole: torch.Tensor, name: str) -> dict[str, Any]:
         experts = [(fqn, whole)]
     made: dict[str, Any] = {}
     for own, matrix in experts:
-        if matrix.ndim < 2 or "embed" in own or own.endswith("mlp.gate.weight"):
+        if matrix.ndim < 2 or not _converts(own):
             made[own] = matrix.to(torch.bfloat16)
         else:
             made[own], made[f"{own}_scale"] = quantized(matrix, name)
@@ -174,8 +178,12 @@ LAYOUTS: Mapping[str, tuple[int, Callable[[], dict[str, Any]]]] = {
 }
 
 
-def handed_off(layout: str) -> dict[str, Any]:
-    """Return the state of a layout on this rank, and its exports in all formats."""
+def handed_off(layouts: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the state of each layout on this rank, and its exports in all formats."""
+    return {layout: _handed_off(layout) for layout in layouts}
+
+
+def _handed_off(layout: str) -> dict[str, Any]:
     state = LAYOUTS[layout][1]()
     made = {"source": copied(state)}
     for name in FORMATS:

@@ -21,6 +21,7 @@ from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
 from fp8_harness import assert_handoff
 from harness.errors import HarnessError
+from harness.plugins.handoff.agreement import MATCHERS
 from harness.plugins.handoff.numbers import decoded
 from harness.plugins.handoff.reading import read_state
 from tests.plugins.handoff.files import write
@@ -199,3 +200,22 @@ def test_a_model_of_transformers_loads_the_checkpoint_that_was_judged(tmp_path: 
     more = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.bfloat16}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **more)
     assert_handoff(tmp_path, loaded.state_dict(), format="high_precision")
+
+
+NAMES = ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.10.mlp.experts.1.up_proj", "lm_head")
+ENTRIES = ("gate", "mlp.gate", "model.layers.0.mlp.gate", r"model.layers.\d+.mlp", "re:.*gate$", "re:model", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "function"),
+    [
+        ("transformers", "transformers.quantizers.quantizers_utils", "should_convert_module"),
+        ("compressed-tensors", "compressed_tensors.utils.match", "match_name"),
+    ],
+)
+def test_names_are_taken_as_the_package_takes_them(rule: str, module: str, function: str) -> None:
+    takes = getattr(pytest.importorskip(module), function)
+    for entry in ENTRIES:
+        for name in NAMES:
+            theirs = not takes(name, [entry]) if rule == "transformers" else takes(name, entry)
+            assert MATCHERS[rule](entry, name) == bool(theirs), (entry, name)
