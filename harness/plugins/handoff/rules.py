@@ -13,9 +13,7 @@ DTYPE = _rule("dtype", "{what} of {module} is {dtype}, which {format} has not", 
 NOT_QUANTIZED = _rule("not-quantized", "nothing that is exported is quantized", stage=Stage.MODEL)
 REPLICAS = _rule("replicas", "{ranks} hold other values of {module} at the same place", stage=Stage.DATA)
 GAP = _rule("gap", "shards of all ranks leave out {count:n value} of {module}", stage=Stage.DATA)
-GATHER = _rule(
-    "gather", "{module} of all ranks is not that of one rank: {count:n byte} differ", stage=Stage.COLLECTIVES
-)
+GATHER = _rule("gather", "{module} is not what one rank exports: {count:n byte} differ", stage=Stage.COLLECTIVES)
 NUMBER = _rule(
     "number", "{count:n value is|values are} not finite in {module}{where}", numeric=True, stage=Stage.SCALES
 )

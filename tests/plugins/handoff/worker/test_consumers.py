@@ -75,6 +75,24 @@ def test_a_checkpoint_of_ranks_is_the_source(layout: str, tmp_path: Path, fp8_ra
         assert_handoff(other, tmp_path / "saved", format="high_precision", renames=renames)
 
 
+def saved_for_hugging_face(layout: str, folder: str) -> None:
+    """Save the weights of a layout as safetensors, a file for each rank."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    state = {name: each.detach() for name, each in LAYOUTS[layout][1]().items()}
+    writer = HuggingFaceStorageWriter(folder, dict.fromkeys(state, 1), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+
+
+def test_files_of_ranks_that_torch_writes_for_hugging_face_are_put_together(
+    tmp_path: Path, fp8_ranks: Callable[..., list[Any]]
+) -> None:
+    pytest.importorskip("safetensors")
+    fp8_ranks(saved_for_hugging_face, 4, "fsdp2-tp2", str(tmp_path))
+    assert len([*tmp_path.glob("shard-*.safetensors")]) == 4
+    assert_handoff(tmp_path, exported(weights(), "mxfp8"), format="mxfp8")
+
+
 def test_a_checkpoint_that_is_cut_off_is_named_with_tensor_and_byte(tmp_path: Path) -> None:
     dcp.save(
         {name: each for name, each in weights().items() if "layers.0" in name},
