@@ -21,6 +21,7 @@ from harness.plugins.handoff.tensors import Held, Part
 METADATA = ".metadata"
 _MOST_METADATA = 256 << 20
 _MARK = object()
+_ORDERED = "collections.OrderedDict"
 
 
 class Made:
@@ -81,17 +82,9 @@ def _taken(stack: list[Any], count: int) -> list[Any]:
     return taken
 
 
-def _items(*items: Any) -> tuple[Any, ...]:
-    return items
-
-
 def _extended(some: list[Any], *items: Any) -> list[Any]:
     some.extend(zip(items[::2], items[1::2], strict=True) if isinstance(some, Pairs) else items)
     return some
-
-
-def _made(of: Any, arguments: Any) -> Any:
-    return Pairs() if of == "collections.OrderedDict" else Made(str(of), arguments)
 
 
 def _built(made: Made, state: Any) -> Made:
@@ -99,13 +92,9 @@ def _built(made: Made, state: Any) -> Made:
     return made
 
 
-def _given(argument: Any) -> Any:
-    return argument
-
-
 _VALUES = "BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE SHORT_BINBYTES BINBYTES"
 _PUSHED: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(_VALUES.split(), _given),
+    **dict.fromkeys(_VALUES.split(), lambda argument: argument),
     "NONE": lambda _: None,
     "NEWTRUE": lambda _: True,
     "NEWFALSE": lambda _: False,
@@ -118,14 +107,13 @@ _PUSHED: Mapping[str, Callable[[Any], Any]] = {
 }
 # How many items an opcode takes off the stack, 0: those above a mark, -1: the one below too; and what it makes of them.
 _MADE: Mapping[str, tuple[int, Callable[..., Any]]] = {
-    "TUPLE": (0, _items),
-    **{f"TUPLE{count}": (count, _items) for count in (1, 2, 3)},
+    "TUPLE": (0, lambda *items: items),
+    **{f"TUPLE{count}": (count, lambda *items: items) for count in (1, 2, 3)},
     "APPEND": (2, _extended),
     "SETITEM": (3, _extended),
     **dict.fromkeys(("APPENDS", "ADDITEMS", "SETITEMS"), (-1, _extended)),
     "STACK_GLOBAL": (2, lambda module, name: f"{module}.{name}"),
-    "REDUCE": (2, _made),
-    "NEWOBJ": (2, _made),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), (2, lambda of, given: Pairs() if of == _ORDERED else Made(str(of), given))),
     "BUILD": (2, _built),
     "BINPERSID": (1, lambda value: Made("storage", value)),
 }

@@ -13,7 +13,7 @@ from harness.plugins.handoff import rules
 from harness.plugins.handoff.blocks import CLAMPED, Blocks, Kind, compare, explain
 from harness.plugins.handoff.formats import Format
 from harness.plugins.handoff.numbers import FLOATS, OF_TORCH, QUANTIZED, TORCH_NAMES, Array, is_power_of_two, rounded
-from harness.plugins.handoff.order import Other, holds
+from harness.plugins.handoff.order import Other, holds, is_like
 from harness.plugins.handoff.pairing import (
     Pair,
     Pairs,
@@ -26,7 +26,7 @@ from harness.plugins.handoff.pairing import (
     scale_grid,
     units_of,
 )
-from harness.plugins.handoff.tensors import Matrix, Scaled, State, pieces
+from harness.plugins.handoff.tensors import Matrix, Scaled, State, bits_of, pieces
 from harness.verdict import Finding, Value
 
 _SEARCHES = 64  # wrong weights that are looked for among others
@@ -110,7 +110,7 @@ def shards(state: State) -> Iterator[Finding]:
         kept: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
         for part in held.parts:
             first = kept.setdefault((part.offsets, part.raw.shape), part)
-            if first is not part and not np.array_equal(_bits(first.raw), _bits(part.raw)):
+            if first is not part and not np.array_equal(bits_of(first.raw), bits_of(part.raw)):
                 places = tuple(rank for rank in (first.rank, part.rank) if rank is not None)
                 yield rules.REPLICAS.finding(module=held.name, ranks=places, expected="equal bits", found="others")
                 break
@@ -118,10 +118,6 @@ def shards(state: State) -> Iterator[Finding]:
         if covered < size:
             expected = f"{size} values"
             yield rules.GAP.finding(module=held.name, count=size - covered, expected=expected, found=f"{covered}")
-
-
-def _bits(raw: Array) -> Array:
-    return np.ascontiguousarray(raw).reshape(-1).view("u1")
 
 
 class _Pairs:
@@ -216,13 +212,16 @@ class _Pairs:
             (how, seen), count = why, int((blocks.bad > 0).sum())
             used = f"{count} of {blocks.bad.size} blocks, first {seen.place}: {seen.used:.6g} was used"
             return wrong_at(rules.SCALE, unit, used, f"{seen.stored:.6g} is stored", how=how)
-        instead = holds(Scaled(unit.view, scales, kind.format.block), source, self._others(pair))
+        found_values = Scaled(unit.view, scales, kind.format.block)
+        instead = holds(found_values, source, self._others(pair))
         if instead:
             return wrong_at(rules.ORDER, unit, _names(pair), instead, what=instead)
         assert blocks.first is not None
         row, column, expected, found = blocks.first
         where = f"{expected:.6g} at row {row}, column {column}"
-        finding = wrong_at(rules.VALUES, unit, where, f"{found:.6g}{_at(unit)}", count=blocks.off)
+        finding = wrong_at(
+            rules.VALUES, unit, where, f"{found:.6g}{_at(unit)}", count=blocks.off, **_like(found_values, source)
+        )
         if self._through or compare(source, unit.view, scales, kind._replace(through="BF16")).off:
             return finding
         return replace(finding, fix="where the source is cast to bfloat16 first, as here, give --through bfloat16.")
@@ -245,7 +244,9 @@ class _Pairs:
             yield wrong_at(rules.ORDER, unit, _names(pair), instead, what=instead)
             return
         expected, dtype = f"{first[2]:.6g} at row {first[0]}, column {first[1]}", TORCH_NAMES[view.held.dtype]
-        yield wrong_at(rules.ROUNDED, unit, expected, f"{first[3]:.6g}{_at(unit)}", count=count, dtype=dtype)
+        yield wrong_at(
+            rules.ROUNDED, unit, expected, f"{first[3]:.6g}{_at(unit)}", count=count, dtype=dtype, **_like(view, source)
+        )
 
     def _others(self, pair: Pair) -> Iterator[Other]:
         """Yield weights of the source that a wrong one may be: of its shape, those of its kind first. Of many, none."""
@@ -255,6 +256,10 @@ class _Pairs:
         for unit in sorted(kin, key=lambda unit: unit.name.split(".")[-2:] != last):
             if unit.name not in own:
                 yield Other(unit.given, matrix_of([(unit, 0, unit.view.shape[0])], self._asked.source_format))
+
+
+def _like(found: Matrix, source: Matrix) -> dict[str, str]:
+    return {"like": "" if is_like(found, source) else ", and it is nothing like the source"}
 
 
 def _at(unit: Unit) -> str:

@@ -39,6 +39,12 @@ def holds(found: Matrix, source: Matrix, others: Iterable[Other]) -> str:
     return _permuted(found, source)
 
 
+def is_like(found: Matrix, source: Matrix) -> bool:
+    """Return False where a weight has so little in common with the source that it was not made of it."""
+    rows = _spaced(found.shape[0], 16)
+    return _cosine(np.nan_to_num(_rows(found, rows)), _rows(source, rows)) > _LIKE / 2
+
+
 def _cosine(first: Array, second: Array) -> float:
     norm = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float((first * second).sum()) / norm if norm else 0.0

@@ -14,7 +14,7 @@ import numpy as np
 from harness.errors import HarnessError
 from harness.plugins.handoff.dcp import METADATA, read_dcp
 from harness.plugins.handoff.safetensors import broken, read_file, read_json_file
-from harness.plugins.handoff.tensors import Held, Part, State
+from harness.plugins.handoff.tensors import Held, Part, State, bits_of
 
 INDEX = ".safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -143,11 +143,9 @@ def _plain(held: Held, shapes: Sequence[tuple[int, ...]], whole: tuple[int, ...]
 
 def _equal(parts: Sequence[Part]) -> bool:
     first = parts[0].raw
-    return all(part.raw.shape == first.shape and np.array_equal(_bits(part.raw), _bits(first)) for part in parts[1:])
-
-
-def _bits(raw: Any) -> Any:
-    return np.ascontiguousarray(raw).reshape(-1).view("u1")
+    return all(
+        part.raw.shape == first.shape and np.array_equal(bits_of(part.raw), bits_of(first)) for part in parts[1:]
+    )
 
 
 def read_words(path: Path) -> Any:

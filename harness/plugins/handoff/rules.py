@@ -24,8 +24,10 @@ POWER = _rule("power-of-two", "{count:n scale is|scales are} no power of two in 
 SCALE = _rule("scale", "{module} was not quantized with the scales beside it: {how}", stage=Stage.SCALES, key=("how",))
 WIDE = _rule("too-large-scale", "scales of {module} are larger than its values need", numeric=True, stage=Stage.SCALES)
 ORDER = _rule("order", "{module} holds {what}", key=("what",))
-VALUES = _rule("values", "{count:n value is|values are} more than half a quantum off in {module}", numeric=True)
-ROUNDED = _rule("rounding", "{count:n value is|values are} not the source rounded to {dtype} in {module}", numeric=True)
+VALUES = _rule("values", "{count:n value is|values are} more than half a quantum off in {module}{like}", numeric=True)
+ROUNDED = _rule(
+    "rounding", "{count:n value is|values are} not the source rounded to {dtype} in {module}{like}", numeric=True
+)
 PADDING = _rule("padding", "{count:n value is|values are} not zero behind the end of the source in {module}")
 STALE = _rule("stale", "{module} is still that of the first hand-off", stage=Stage.DATA)
 MOVED = _rule("moved", "{module} changed, although its source did not", stage=Stage.DATA)

@@ -51,6 +51,11 @@ class Held(NamedTuple):
         return out
 
 
+def bits_of(raw: Array) -> Array:
+    """Return the bytes of an array, in a row."""
+    return np.ascontiguousarray(raw).reshape(-1).view("u1")
+
+
 class State(NamedTuple):
     """The tensors that change hands, by name; with the `config.json` beside them, and what is no tensor."""
 

@@ -127,7 +127,10 @@ class Fault(NamedTuple):
     words: str
 
 
-AFTER, HALF = "they were rounded to powers of two after the cast", "more than half a quantum off"
+AFTER, HALF = (
+    "they were rounded to powers of two after the cast",
+    "more than half a quantum off, and it is nothing like the source",
+)
 FAULTS = [
     Fault(rounded_after_the_cast, "fp8_block128_ue8m0", "transformers#46763", "scale", "23 modules", AFTER),
     Fault(rounded_after_the_cast, "fp8_row", "prime-rl#3112", "scale", "23 modules", AFTER),
