@@ -85,10 +85,10 @@ class PageSection(msgspec.Struct, frozen=True, kw_only=True):
 class Plugin(msgspec.Struct, frozen=True, kw_only=True):
     """What one plug-in adds. Objects are named as "module:object", and imported when they are used.
 
-    `commands`: by the words behind `fp8-harness`, "predict" or "dev mutate", click commands. `checks`: `Check`s,
-    checked after the core's. `rules`: tuples of rules of no check. `injections`: by the prefix of what `--inject` is given, such as "fault:".
-    `sections`: by the option of `show`. `answers`: by the name of a question, what the core or another plug-in asks
-    for.
+    `commands`: by the words behind `fp8-harness`, "predict" or "dev mutate", click commands. `checks`: `Check`s, run
+    after the core's. `rules`: tuples of rules of no check. `injections`: by the prefix of what `--inject` gets, such
+    as "fault:". `sections`: by the option of `show`. `answers`: by the name of a question, what the core or another
+    plug-in asks for.
     """
 
     name: str
