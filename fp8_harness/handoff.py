@@ -42,7 +42,7 @@ def assert_handoff(  # noqa: PLR0913  each is one thing that may be handed over
             assert callable(exported), "where the source is a function, what exports it is one too"
             source, exported, more = _on_ranks((source, exported, update, load), ranks)
             also = {**more, **also}
-        judge = answer("judge a hand-off", where="assert_handoff")
+        judge = answer("check a hand-off", where="assert_handoff")
         judged = judge(source, exported, format=format, through=through, renames=renames, also=also)
     except HarnessError as error:
         raise error.with_traceback(None) from None  # bad input is no fault of the harness: its frames say nothing

@@ -43,7 +43,7 @@ _HOMES: Mapping[str, str] = {
     "compare records": "exec",
     "configurations": "bugs",
     "hand off on a rank": "handoff",
-    "judge a hand-off": "handoff",
+    "check a hand-off": "handoff",
     "mutation testing": "faults",
     "injected faults": "faults",
     "watch a model": "exec",

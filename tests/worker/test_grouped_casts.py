@@ -223,7 +223,8 @@ def test_experts_are_cast_in_blocks_of_both_shapes(columns):
     amax = source.float().abs().unflatten(1, (2, 32)).amax(2)
     wanted = amax if columns == 1 else amax.amax(-1, keepdim=True)
     assert torch.equal(scale.float(), torch.exp2(torch.floor(torch.log2(wanted)) - 8))
-    assert (data.float() * shared - source.float()).abs().max() <= source.float().abs().max() / 16
+    # FLOOR saturates what is above 448/512 of the next power of two: off by up to an eighth of it, and rounding by less
+    assert (data.float() * shared - source.float()).abs().max() <= source.float().abs().max() / 8
 
 
 @settings(max_examples=20)

@@ -9,7 +9,7 @@ PLUGIN = Plugin(
     commands={"handoff": "harness.plugins.handoff.commands:handoff_command"},
     rules=("harness.plugins.handoff.rules:RULES",),
     answers={
-        "judge a hand-off": "harness.plugins.handoff.library:judge",
+        "check a hand-off": "harness.plugins.handoff.library:judge",
         "hand off on a rank": "harness.plugins.handoff.worker.states:hand_off",
     },
 )

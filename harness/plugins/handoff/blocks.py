@@ -213,7 +213,7 @@ def _moved(seen: list[Seen], scales: Array) -> str:
         there = [tuple((np.array(one.place) + place - at) % scales.shape) for one in seen]
         fits = [_fits(one, float(scales[of])) for one, of in zip(seen, there, strict=True)]
         if len(seen) > 1 and _all(seen, fits):
-            return f"they are those of other blocks: {seen[0].place} was made with that of {tuple(map(int, place))}"
+            return f"they belong to other blocks: {seen[0].place} was made with the scale of {tuple(map(int, place))}"
     return ""
 
 

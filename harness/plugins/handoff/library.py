@@ -171,4 +171,4 @@ def shared_memory(source: State, exported: State, renames: Sequence[tuple[str, s
             continue
         if one.view.held.parts[0].memory != other.view.held.parts[0].memory:
             how = f"is in the memory of {before.given}, which is another weight"
-            yield wrong_at(rules.ALIASED, unit, "memory of its own", "that of another", how=how)
+            yield wrong_at(rules.ALIASED, unit, "its own memory", "memory of another", how=how)

@@ -29,7 +29,7 @@ ROUNDED = _rule(
     "rounding", "{count:n value is|values are} not the source rounded to {dtype} in {module}{like}", numeric=True
 )
 PADDING = _rule("padding", "{count:n value is|values are} not zero behind the end of the source in {module}")
-STALE = _rule("stale", "{module} is still that of the first hand-off", stage=Stage.DATA)
+STALE = _rule("stale", "{module} is still the one of the first hand-off", stage=Stage.DATA)
 MOVED = _rule("moved", "{module} changed, although its source did not", stage=Stage.DATA)
 ALIASED = _rule("aliased", "{module} {how}", stage=Stage.DATA, key=("how",))
 IDEMPOTENT = _rule("not-idempotent", "exported again after it was loaded, {count:n byte} of {module} differ")
