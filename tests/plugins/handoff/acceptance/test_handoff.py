@@ -58,7 +58,7 @@ def test_a_second_hand_off_and_that_of_one_rank_are_compared(shared: Command, fo
     write(folder / "trainer2.safetensors", source({**values, NAMES[1]: -values[NAMES[1]]}))
     words = ("handoff", f"{folder}/trainer.safetensors", f"{folder}/exported", "--format", "fp8_row")
     stale = shared.call(*words, "--after", f"{folder}/trainer2.safetensors", f"{folder}/exported")
-    assert stale.returncode == 1 and f"handoff/stale in {NAMES[1]}: it is still that of the first" in stale.stdout
+    assert stale.returncode == 1 and f"handoff/stale in {NAMES[1]}: it is still the one of the first" in stale.stdout
     write(folder / "second.safetensors", by_row({**values, NAMES[1]: -values[NAMES[1]]}))
     second = ("--after", f"{folder}/trainer2.safetensors", f"{folder}/second.safetensors")
     assert shared.call(*words, *second, "--one-rank", f"{folder}/exported").returncode == 0

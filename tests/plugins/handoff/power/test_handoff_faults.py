@@ -144,7 +144,7 @@ FAULTS = [
         "4 scales are no power of two",
     ),
     Fault(reciprocal, "fp8_row", "mcore-bridge#183", "scale", "23 modules", "they are the reciprocals of those"),
-    Fault(of_the_neighbor, "fp8_row", "vllm#54683", "scale", GATE, "they are those of other blocks"),
+    Fault(of_the_neighbor, "fp8_row", "vllm#54683", "scale", GATE, "they belong to other blocks"),
     Fault(swizzle_kept, "mxfp8", "verl#7519", "scale", "wide", "they are in the swizzled layout of kernels"),
     Fault(transposed, "fp8_block128", "slime#1624", "scale", OUT, "they are transposed"),
     Fault(tail_not_scaled, "fp8_block128", "FBGEMM#6159", "scale", OUT, "others than those that it was quantized with"),
@@ -263,7 +263,7 @@ NO_COPY = r"handoff/aliased in .*layernorm.*: each changed when the source was u
     ("exporter", "headline"),
     [
         (export, ""),
-        (export_from_cache(), rf"handoff/stale in {Q}: it is still that of the first hand-off"),  # SkyRL#1345
+        (export_from_cache(), rf"handoff/stale in {Q}: it is still the one of the first hand-off"),  # SkyRL#1345
         (export_views, NO_COPY),
         (export_anew(), rf"handoff/moved in {OUT}: it changed, although its source did not"),
     ],
