@@ -21,28 +21,36 @@ _OF_ITSELF = re.compile(r"/torch/distributed/(tensor/experimental|pipelining)|/t
 def follow(
     owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
 ) -> Callable[[], None]:
-    """Look before or after each call of a function of `owner`, with its arguments. Return what undoes that.
+    """Look before or after each call of a function of `owner`, with its arguments. Return what undoes that."""
+    stock = getattr(owner, name)
 
-    A mode of torch calls `backward` again inside of itself: that is one call.
-    """
-    stock, inside = getattr(owner, name), list[str]()
-
-    @functools.wraps(stock)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        looks = () if inside else (before, after)
-        inside.append(name)
-        try:
-            for look in filter(None, looks[:1]):
-                look(*args, **kwargs)
-            result = stock(*args, **kwargs)
-        finally:
-            inside.pop()
-        for look in filter(None, looks[1:]):
-            look(*args, **kwargs)
+        if before is not None:
+            before(*args, **kwargs)
+        result = stock(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
         return result
 
-    setattr(owner, name, followed)
+    setattr(owner, name, outermost(stock, followed))
     return functools.partial(setattr, owner, name, stock)
+
+
+def outermost(stock: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, to stand for `stock`: a mode of torch calls a function again by its name, and that is one call."""
+    inside = list[bool]()
+
+    @functools.wraps(stock)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        if inside:
+            return stock(*args, **kwargs)
+        inside.append(True)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            inside.clear()
+
+    return outer
 
 
 @functools.cache

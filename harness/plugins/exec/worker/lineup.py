@@ -27,7 +27,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.plugins.exec.request import ExecRequest, OneRankRecord
 from harness.plugins.exec.worker.derive import groups
-from harness.plugins.exec.worker.follow import Exchanges, follow
+from harness.plugins.exec.worker.follow import Exchanges, follow, outermost
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.sketches import sketch
 from harness.worker.process.process import in_backward
@@ -116,14 +116,15 @@ class Lineup:
         register_optimizer_step_post_hook(lambda *_: self._updated())
         for name in _LOSSES:
             self._losses_of(name)
-        self._loaders()
+        loader: Any = DataLoader
+        batches = loader.__iter__
+        loader.__iter__ = lambda of: self._yielded(batches(of))
         module: Any = nn.Module
         self._call = module.__call__
-        lineup = self
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            lineup.find(module)
-            return lineup._call(module, *args, **kwargs)
+            self.find(module)
+            return self._call(module, *args, **kwargs)
 
         module.__call__ = called
         self._exchanges = Exchanges()
@@ -330,7 +331,6 @@ class Lineup:
     def _losses_of(self, name: str) -> None:
         stock = getattr(nn.functional, name)
 
-        @functools.wraps(stock)
         def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             trains = self.model is not None and torch.is_grad_enabled() and not (in_backward() or self._has_stepped)
             if trains:
@@ -341,17 +341,7 @@ class Lineup:
                 target = target if handed is None else handed
             return stock(input, target, *args, **kwargs)
 
-        setattr(nn.functional, name, loss)
-
-    def _loaders(self) -> None:
-        loader: Any = DataLoader
-        stock: Callable[[Any], Iterator[Any]] = loader.__iter__
-
-        def batches(self: Any) -> Iterator[Any]:
-            return lineup._yielded(stock(self))
-
-        lineup = self
-        loader.__iter__ = batches
+        setattr(nn.functional, name, outermost(stock, loss))
 
     def _yielded(self, batches: Iterator[Any]) -> Iterator[Any]:
         name, self._iterators = f"loader {self._iterators}", self._iterators + 1
