@@ -12,28 +12,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from harness.checks.assembly import assemble, relative_distances
 from harness.checks.catalogue import CHECKS, by_cause
 from harness.checks.check import Check, Rules, Stage, Witnesses, merge_ranks
 from harness.checks.judge import judge
-from harness.checks.parity import replicas
+from harness.checks.model import NOTHING_UPDATED
+from harness.checks.parity import REPLICAS, replicas
 from harness.checks.reported import LOSS
+from harness.checks.scales import REPLICAS as OTHER_DATA
 from harness.checks.scales import RULES as CASTS
+from harness.checks.traffic import NOT_SUMMED
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.model import Model, found_model
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.layout import DP_AXES, peers
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
-from harness.plugins.exec.expectations import Meant, differences, meant_by
-from harness.plugins.exec.request import RECORDED, TARGET, ProcessRecord
+from harness.matrix.numerics import VIRTUAL_DEVICE
+from harness.plugins.exec.expectations import Meant, differences, meant_by, options_of
+from harness.plugins.exec.request import RECORDED, ProcessRecord
 from harness.text import format_ranks
-from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import Finding, NotJudged, Value
+from harness.trace import RankTrace, Run
+from harness.verdict import Finding, Value
 
-NO_OPTIMIZER = "no optimizer was built"
 _MISSING = "a missing reference"  # what alone breaks a rule of a check that needs one
 
 _rule = Rules("watch", Stage.MODEL)
@@ -92,21 +94,23 @@ _COMPARE_RANKS = (
 )
 _COUNT = ("(scales|matmuls)/number",)
 _OF_A_STEP = (*_COUNT, "(traffic|recompute)/.*|lifetime/gathered")
+_ALIKE = {
+    "grad": "reduce gradients before optimizer.step(): call what DDP or FSDP wraps, and sync in the last backward().",
+    "param": "update replicas alike: no lr, clipping or other write to their weights may depend on the rank.",
+}
 _MOST_FLUSHED = 0.5  # a cast that loses half of what is not zero keeps no gradient
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, the checks that were executed, and what was not checked, with the reason."""
+    """What was found, and the checks that were executed."""
 
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
-    not_judged: tuple[NotJudged, ...] = ()
-    case: Case | None = None
 
 
 def judge_jobs(records: Sequence[ProcessRecord], meant: Meant | None = None) -> Judged:
     """Return what the processes of a command did wrong, of all its jobs; how they ended is said by others."""
-    trained = [replace(record, ended="") for record in records if record.steps or record.not_watched]
+    trained = [record for record in records if record.steps or record.not_watched]
     jobs: list[list[ProcessRecord]] = []
     for record in sorted(trained, key=lambda record: record.pid):
         free = (job for job in jobs if job[0].world_size == record.world_size)
@@ -116,7 +120,6 @@ def judge_jobs(records: Sequence[ProcessRecord], meant: Meant | None = None) -> 
     return Judged(
         findings=tuple(finding for of_job in judged for finding in of_job.findings),
         checks=tuple(dict.fromkeys(name for of_job in judged for name in of_job.checks)),
-        not_judged=tuple(dict.fromkeys(reason for of_job in judged for reason in of_job.not_judged)),
     )
 
 
@@ -137,36 +140,23 @@ def unmeant() -> Mapping[str, str]:
     return {rule: group["why"] for group in table["unmeant"] for rule in group["rules"]}
 
 
-def judge_records(
-    records: Sequence[ProcessRecord], meant: Meant | None = None, numerics: Numerics = VIRTUAL_DEVICE
-) -> Judged:
+def judge_records(records: Sequence[ProcessRecord], meant: Meant | None = None) -> Judged:
     """Return what the processes of one job did wrong. `meant`: what the script is to do, where that was written."""
     records = sorted(records, key=lambda record: record.rank)
     trained = [record for record in records if record.trace is not None and record.case is not None]
-    ended = [_failure(record) for record in records if record.ended]
     own = [*_unwatched(records), *_later_losses(records), *_mistakes(records), *_missed(records)]
     if not trained or len(trained) < trained[0].world_size or trained[0].case is None:
-        return _failed(ended, [*own, *_otherwise(records), *_unlike(records)], numerics)
+        return Judged(findings=by_cause([*own, *_otherwise(records), *_unlike(records)]))
     case = trained[0].case
     if any(finding.rule == MISSED.name for finding in own):  # what ranks call step 2 is no longer one step
-        return Judged(findings=by_cause(own), case=case)
+        return Judged(findings=by_cause(own))
     traces = _with_global_norms([record.trace for record in trained if record.trace is not None])
     own += [*_otherwise(trained), *_same_batches(trained), *differences(meant, case, traces)]
     run = Run(traces=traces, failures=())
-    judged = _judged(_checkpointed(case, traces), run, numerics, meant, _unknown(trained, case))
+    judged = _judged(_checkpointed(case, traces), run, meant, _unknown(trained, case))
     allowed = () if meant is None else meant.allowed
     found = (finding for finding in (*own, *judged.findings) if finding.rule not in allowed)
-    failures = _failed(ended, [], numerics).findings
-    return replace(judged, findings=(*_loss_first(by_cause(found)), *failures), case=case)
-
-
-def _failed(ended: Sequence[RankFailure], own: Sequence[Finding], numerics: Numerics) -> Judged:
-    """Return how ranks ended that no trace is complete of."""
-    if not ended:
-        return Judged(findings=by_cause(own))
-    case, run = Case(target=TARGET), Run(traces=(), failures=tuple(ended))
-    judgement = judge(case, run, "crash", Witnesses(expect=Expectations(case, numerics=numerics)), checks_of_scripts())
-    return Judged(findings=(*judgement.findings, *own), checks=judgement.checks)
+    return replace(judged, findings=tuple(_with_way_on(case, trained, _loss_first(by_cause(found)))))
 
 
 def _unknown(records: Sequence[ProcessRecord], case: Case) -> re.Pattern[str]:
@@ -182,8 +172,8 @@ def _unknown(records: Sequence[ProcessRecord], case: Case) -> re.Pattern[str]:
     return re.compile("|".join(_COMPARE_RANKS * exchanged + _COUNT * several + _OF_A_STEP * in_turn) or "(?!)")
 
 
-def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None, unknown: re.Pattern[str]) -> Judged:
-    expect = Expectations(case, _linears(case, run.by_rank), numerics=numerics)
+def _judged(case: Case, run: Run, meant: Meant | None, unknown: re.Pattern[str]) -> Judged:
+    expect = Expectations(case, _linears(case, run.by_rank), numerics=VIRTUAL_DEVICE)
     witnesses = Witnesses(expect=expect, records=RECORDED)
     judgement = judge(case, run, "ok", witnesses, checks_of_scripts())
     found = judgement.findings
@@ -192,7 +182,7 @@ def _judged(case: Case, run: Run, numerics: Numerics, meant: Meant | None, unkno
     asked = () if meant is None else meant.rules
     found = tuple(finding for finding in found if not unknown.fullmatch(finding.rule))
     kept = (finding for finding in found if not (is_unmeant(finding.rule, asked) or _is_of_batches(finding)))
-    return Judged(findings=by_cause(kept), checks=judgement.checks, not_judged=judgement.not_judged)
+    return Judged(findings=tuple(kept), checks=judgement.checks)
 
 
 def is_unmeant(rule: str, asked: Iterable[str] = ()) -> bool:
@@ -203,11 +193,6 @@ def is_unmeant(rule: str, asked: Iterable[str] = ()) -> bool:
 def _is_of_batches(finding: Finding) -> bool:
     """Return True for integers that are alive for longer: a script holds its batches as it likes."""
     return finding.check == "leaks" and str(finding.values.get("tensors", "")).startswith(("int", "bool"))
-
-
-def _failure(record: ProcessRecord) -> RankFailure:
-    head, _, traceback = record.ended.partition("\n")
-    return RankFailure(rank=record.rank, kind="raised", message=head, traceback=traceback, phase="", consequence=False)
 
 
 def _linears(case: Case, traces: Sequence[RankTrace]) -> Model | None:
@@ -324,9 +309,26 @@ def _loss_first(findings: Sequence[Finding]) -> Sequence[Finding]:
     return findings
 
 
+def _with_way_on(case: Case, records: Sequence[ProcessRecord], findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings, of replicas that differ with what makes them equal; no update without gradients is told."""
+    not_summed = any(one.rule == NOT_SUMMED.name for one in findings)
+    batches = {(peers(case.layout, record.rank, ("tp",)), record.inputs) for record in records}
+    same_batch = len(batches) == len({ranks for ranks, _ in batches})
+    for one in findings:
+        if not_summed and one.rule == NOTHING_UPDATED.name:
+            continue
+        kinds = {NOT_SUMMED.name: "grad", REPLICAS.name: str(one.values.get("kind"))}
+        fix = _ALIKE.get(kinds.get(one.rule, ""), "")
+        if one.rule == OTHER_DATA.name and case.layout.tp > 1 and not one.operand.startswith("weight"):
+            where = "what makes the input" if one.operand.startswith("input ") else "the output"
+            fix = f"look at {where} of {one.module}: tensor-parallel ranks add up their partial sums there."
+            fix = fix if same_batch else "give tensor-parallel ranks the same batch: seed by the data-parallel rank."
+        yield replace(one, fix=fix) if fix else one
+
+
 def _otherwise(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
     """Yield what of the case is another one on some rank."""
-    first, *others = [(record.rank, _parts(record.case)) for record in records]
+    first, *others = [(record.rank, options_of(record.case) if record.case else {}) for record in records]
     for name, there in first[1].items():
         wrong = {rank: parts.get(name) for rank, parts in others if parts.get(name, there) != there}
         if wrong:
@@ -334,15 +336,6 @@ def _otherwise(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
             expected, found = f"{name} {there}, as on rank {first[0]}", f"{here} on {format_ranks(list(wrong))}"
             values: dict[str, Value] = {"name": name, "here": str(here), "there": str(there), "first": first[0]}
             yield OTHERWISE.finding(ranks=wrong, expected=expected, found=found, values=values)
-
-
-def _parts(case: Case | None) -> dict[str, object]:
-    """Return every option of a case by its name in its part; none of a rank that trained nothing."""
-    if case is None:
-        return {}
-    parts = (case.layout, case.float8, case.checkpointing, case.train)
-    named = {name: value for part in parts for name, value in asdict(part).items() if name != "steps"}
-    return named | {"compile": case.compile}
 
 
 def _flushed(trace: RankTrace) -> list[Finding]:
@@ -364,7 +357,7 @@ def compare(first: ProcessRecord, second: ProcessRecord, *, allowed: float = 0.0
     `allowed`: the relative distance that a gradient or a parameter may have.
     """
     if first.case is None or first.trace is None or second.case is None or second.trace is None:
-        gap = first.not_watched or second.not_watched or NO_OPTIMIZER
+        gap = first.not_watched or second.not_watched or "no optimizer was built"
         fix = "compare records of what was trained."
         raise HarnessError(f"a record has no trace: {gap}.", where="compare", fix=fix)
     counts = differences(meant_by(first.case, [first.trace]), second.case, [second.trace])

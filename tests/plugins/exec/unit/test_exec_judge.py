@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness.checks import model, scales, traffic
 from harness.headline import headline_of
 from harness.matrix.case import Case, Layout
 from harness.plugins.exec.expectations import Meant
-from harness.plugins.exec.judge import _unknown, judge_jobs, judge_records
+from harness.plugins.exec.judge import _unknown, _with_way_on, judge_jobs, judge_records
 from harness.plugins.exec.request import ProcessRecord
 from harness.verdict import Finding
-from tests.builders import make_trace
+from tests.builders import make_sketch, make_trace
 
 CASE = Case(target="script", layout=Layout(dp_shard=2))
 
@@ -85,6 +86,20 @@ def test_ranks_of_tensor_parallelism_have_the_same_batch() -> None:
     assert not found("watch/same-batch", records(BATCHES, BATCHES, case=replace(CASE, layout=Layout(tp=2))))
 
 
+@pytest.mark.parametrize(("others", "words"), [(BATCHES, "look at what makes"), ({"inputs": ("d",)}, "give tensor-")])
+def test_inputs_of_tensor_parallelism_that_differ_have_a_way_on(others: dict[str, Any], words: str) -> None:
+    finding = scales.REPLICAS.finding(module="up", operand="input in forward", expected="a", found="b")
+    case = replace(CASE, layout=Layout(tp=2))
+    (told,) = _with_way_on(case, records(BATCHES, others), [finding])
+    assert told.fix and told.fix.startswith(words)
+
+
+def test_gradients_that_are_not_summed_are_told_and_not_that_nothing_changes() -> None:
+    alone = [rule.finding(expected="a", found="b") for rule in (model.NOTHING_UPDATED, traffic.NOT_SUMMED)]
+    (told,) = _with_way_on(CASE, records({}, {}), alone)
+    assert told.rule == "traffic/gradients-not-summed" and told.fix and told.fix.startswith("reduce gradients")
+
+
 @pytest.mark.parametrize(("kind", "rule"), [("twice", "watch/backward-twice"), ("kept", "watch/gradients-kept")])
 def test_mistakes_are_named_with_the_line_and_the_ranks(kind: str, rule: str) -> None:
     (finding,) = found(rule, records({}, {"mistakes": {kind: (2, "train.py:41")}}))
@@ -109,3 +124,13 @@ def test_ranks_that_share_experts_or_sequences_are_not_compared_as_replicas() ->
     replicas = replace(CASE, layout=Layout(dp_replicate=2))
     assert _unknown(records({}, {"exchanged": "all_to_all over ranks 0, 1"}), replicas).fullmatch("parity/replicas")
     assert not _unknown(records({}, {}), replicas).fullmatch("parity/replicas")
+
+
+@pytest.mark.parametrize(("kind", "words"), [("grad", "reduce gradients before"), ("param", "update replicas alike")])
+def test_replicas_that_differ_have_a_way_on(kind: str, words: str) -> None:
+    own: list[dict[str, Any]] = [
+        {"trace": make_trace(rank=rank, sketches=(make_sketch("up", 1, kind, value=rank + 1.0, digest=f"{rank}"),))}
+        for rank in range(2)
+    ]
+    (finding, *_) = found("parity/replicas", records(*own, case=replace(CASE, layout=Layout(dp_replicate=2))))
+    assert finding.fix and finding.fix.startswith(words)

@@ -31,11 +31,6 @@ FAULTS = {
     "precomputed_scale_one_step_late": ("2|LAYOUT=fsdp GATHER=1", "lifetime/scale in layers.0.up: ", "at step 3"),
     "update_missing_on_one_rank": ("2|LAYOUT=fsdp", "updates/unmoved in embedding.weight: ", "on rank 1"),
     "one_rank_leaves_a_linear_out": ("2|LAYOUT=fsdp", "fp8_on/not-converted in layers.0.down: ", "on rank 1"),
-    "amax_reduction_missing_on_one_rank": (
-        "2|LAYOUT=fsdp GATHER=1",
-        "engine/raised: ",
-        "ranks of one process group disagree",
-    ),
 }
 
 Recorded = Callable[[str], list[ProcessRecord]]
