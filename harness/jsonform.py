@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 
 def to_json(value: object, *, indent: int = 0) -> bytes:
-    """Return value as JSON: on one line, or indented by `indent` spaces per level. Struct fields keep their order."""
+    """Return the value as JSON: on one line, or indented by `indent` spaces a level. Struct fields keep their order."""
     flat = msgspec.json.encode(_without_nan(msgspec.to_builtins(value)))
     return msgspec.json.format(flat, indent=indent) if indent else flat
 

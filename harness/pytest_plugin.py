@@ -90,7 +90,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Return a tier file is collected when it is named, or a `cases/` folder at or above it is."""
+    """Return a collector for a tier file that is named, or is in a named `cases/` folder."""
     if file_path.suffix != ".toml" or not _is_asked_for(file_path, parent.config):
         return None
     return CaseFileNode.from_parent(parent, path=file_path)

@@ -142,7 +142,7 @@ def load(place: str) -> Any:
 
 
 def commands(group: str = "") -> Mapping[str, tuple[str, str]]:
-    """Return commands that plug-ins add to a group, or to the top: by name, the section of the help, and the place."""
+    """Return the commands that plug-ins add to a group, or to the top: by name, section of the help and place."""
     added: dict[str, tuple[str, str]] = {}
     for plugin in plugins():
         for words, place in plugin.commands.items():
@@ -177,7 +177,7 @@ def answer(question: str, *, where: str) -> Any:
 
 
 def needed(name: str, *, where: str) -> HarnessError:
-    """Return the error for what a plug-in of the harness adds that was removed."""
+    """Return the error for something that a removed plug-in adds."""
     home = _HOMES[name]
     fix = f"install all of fp8-harness: harness/plugins/{home} is not here."
     return HarnessError(f"it needs the plug-in {home}.", where=where, fix=fix)

@@ -66,7 +66,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def pytest_flag(self) -> str:
-        """Return how pytest spells it; empty if it has not got it."""
+        """Return how pytest spells it; empty if pytest does not have it."""
         return "" if self.pytest else self.flag.replace("--", "--fp8-", 1)
 
     @property
@@ -189,7 +189,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 yield f"{option.flag} {given[name]}", f"it is for {needed}.", f"add {needed}."
 
     def besides(self, given: "RunOptions") -> "RunOptions":
-        """Return these options without those that are given anew, and those that they are given instead of."""
+        """Return these options without those that are given again, and without those that the new ones replace."""
         anew = {field_name for name in given.as_given for field_name in (name, option_named(name).instead_of)}
         return RunOptions(**{name: value for name, value in self.as_given.items() if name not in anew})
 

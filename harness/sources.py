@@ -73,7 +73,7 @@ class InstalledSource(NamedTuple):
 
 
 def installed_source(package: str) -> InstalledSource | None:
-    """Return source of an installed package, without importing it; None when there is none. Reads every Python file."""
+    """Return the source of an installed package, without importing it, or None. Reads every Python file."""
     paths = package_paths(package)
     if not paths:
         return None
@@ -174,7 +174,7 @@ def top_level_spec(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
 
 
 def package_paths(name: str, folders: Sequence[str] = ()) -> list[Path]:
-    """Return folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
+    """Return the folders of a top-level package, or the file of a top-level module, without importing it, or nothing.
 
     Looked for in `folders` too.
     """
@@ -233,7 +233,7 @@ def is_unreleased(version: str) -> bool:
 
 
 def unreleased_of(software: Mapping[str, str]) -> str:
-    """Return unreleased builds among these, which no later build can be held against: "torch 2.16.0.dev20261120"."""
+    """Return the unreleased builds among these, which later builds cannot confirm: "torch 2.16.0.dev20261120"."""
     return " and ".join(f"{name} {software[name]}" for name in PACKAGES if is_unreleased(software.get(name, "")))
 
 
@@ -247,13 +247,13 @@ def evidence_key(version: str) -> str:
 
 
 def holds_for(installed: Mapping[str, str], made_with: Mapping[str, str]) -> bool:
-    """Return False where evidence was made with an unreleased build of a package, and another one is installed."""
+    """Return False if evidence was made with an unreleased build of a package, and another one is installed."""
     made = {name: made_with[name] for name in PACKAGES if is_unreleased(made_with.get(name, ""))}
     return all(installed.get(name) == version for name, version in made.items())
 
 
 def is_since(version: str, release: str) -> bool:
-    """Return True from this release on: for "2.15.1+cpu" and "2.16.0.dev20261120" since 2.15, not for "2.15.0rc1"."""
+    """Return True for this release and later: "2.15.1+cpu" and "2.16.0.dev20261120" since 2.15, not "2.15.0rc1"."""
     parsed = read_version(version)
     return parsed is not None and parsed >= Version(release)
 

@@ -23,7 +23,7 @@ def to_the_minute(text: str) -> str:
 
 
 def changed_facts(before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return what differs of the named facts, each as "torch 2.12.0 -> 2.13.0"; "none" for what is not there."""
+    """Return which of the named facts differ, each as "torch 2.12.0 -> 2.13.0"; "none" for what is not there."""
     return tuple(
         f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
         for name in names
@@ -35,7 +35,7 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return count with its noun in the right number: "1 case", "2 cases"; `plural` where it does not end in "s"."""
+    """Return the count with its noun, as in "1 case", "2 cases"; `plural`: one that does not end in "s"."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
@@ -146,7 +146,7 @@ def _spelled(character: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """Return text as Markdown in which no markup begins but code spans, and nothing is a link, a mention or an image.
+    """Return the text as Markdown with no markup but code spans: no link, mention or image.
 
     A word of which GitHub or GitLab would make one of these is shown as code.
     """

@@ -157,7 +157,7 @@ class FailureSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def check(self) -> str:
-        """Return the check that found it; empty for a crash and a hang."""
+        """Return the check that found it; empty for a crash or a hang."""
         check, rule, _ = self.kind.partition("/")
         return check if rule else ""
 

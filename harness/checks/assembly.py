@@ -78,7 +78,7 @@ def _sum(shards: Sequence[TensorSketch]) -> Assembled:
 
 
 def relative_distance(found: Assembled, expected: Assembled) -> float:
-    """Return estimated |found - expected| / |expected|, within about a quarter; NaN when either is not finite."""
+    """Return the estimated |found - expected| / |expected|, within about a quarter; NaN when either is not finite."""
     if not (math.isfinite(found.norm) and math.isfinite(expected.norm)):
         return math.nan
     distance = math.dist(found.sums, expected.sums) / math.sqrt(SKETCH_SIZE)
@@ -158,7 +158,7 @@ def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
 
 
 def unequal_replicas(traces: Iterable[Sketches]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
-    """Return shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
+    """Return the shards that several ranks hold with different bits: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for key, rank, sketch in sketched(traces):
         holders[key, sketch.offset, sketch.local_shape][rank] = sketch.digest
@@ -175,7 +175,7 @@ def size_of_error(name: str, found: float, expected: float) -> float:
 
 
 def same_number(found: float, expected: float) -> bool:
-    """Return True for equal numbers, and for NaN on both sides."""
+    """Return True if the numbers are equal or both NaN."""
     return found == expected or (math.isnan(found) and math.isnan(expected))
 
 

@@ -47,12 +47,12 @@ class Stage(enum.Enum):
 
     @property
     def place(self) -> int:
-        """Return 0 for the nearest to the cause."""
+        """Return the position of a rule in a report; 0 is nearest to the cause."""
         return list(Stage).index(self)
 
     @property
     def is_cause(self) -> bool:
-        """Return True for what is wrong by itself, False for what may follow from it."""
+        """Return True for a cause, False for what may follow from one."""
         return self.place < Stage.MODULE.place
 
 
@@ -138,7 +138,7 @@ class Rules:
     def __call__(
         self, name: str, says: str, *, stage: Stage | None = None, located: bool | None = None, **fields: Any
     ) -> Rule:
-        """Return rule that is declared: its name in the check and its sentence. `fields`: the other ones of `Rule`."""
+        """Return the declared rule: its name in the check and its sentence. `fields`: the other ones of `Rule`."""
         rule = Rule(
             name=f"{self.check}/{name}",
             says=says,
@@ -185,7 +185,7 @@ class Mismatch(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int, str]:
-        """Return what it is sorted by."""
+        """Return the sort key."""
         return self[:4]
 
     @property
@@ -235,7 +235,7 @@ def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[in
 
 
 def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]]) -> list[Finding]:
-    """Return findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each sentence."""
+    """Return the findings of every rank. Ranks with the same findings share them: sentences end in "on ranks 0-3"."""
     return [
         replace(finding, says=f"{finding.says} on {{ranks}}", rank=ranks[0], ranks=tuple(ranks))
         for findings, ranks in group_ranks(run, lambda trace: tuple(findings_of(trace))).items()
@@ -244,7 +244,7 @@ def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]])
 
 
 def about_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) -> Finding:
-    """Return finding about what these ranks have; about what every rank of `run` has, as one number, it names none."""
+    """Return a finding that names these ranks, or none where every rank of `run` has the same number."""
     shown = tuple(sorted(set(ranks)))
     everywhere = run is not None and len(shown) == len(run.traces)
     if everywhere and len(shown) > 1:
@@ -372,7 +372,7 @@ class Check(msgspec.Struct, frozen=True):
         return (*(self.records_of(expect) or self.records), *self.also_reads, *filter(None, [self.unasked]))
 
     def says_nothing_of(self, expect: Expectations, device: str) -> str:
-        """Return why it can say nothing of a case on a device although its records are there; empty if it can."""
+        """Return why it cannot judge a case on a device although its records exist; empty if it can."""
         reason = self.not_judged(expect, device)
         if not reason and self.needs_linears and expect.model is None:
             return "the single-rank reference, which shows the linears, did not run"

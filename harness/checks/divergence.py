@@ -358,7 +358,7 @@ class _Comparison:
         return self._factor if role == "grad_output" else 1.0
 
     def _shards(self, rank: int, key: tuple[CastKey, int]) -> list[CastRecord]:
-        """Return cast on every TP rank that holds a shard of the tensor; on this rank alone where it is replicated."""
+        """Return the cast on every TP rank that holds a shard of the tensor; on this rank alone if replicated."""
         whole = all(placement == "Replicate()" for placement in self._casts[rank][key].placements)
         others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
         return list(on_ranks(self._casts, others, key).values())

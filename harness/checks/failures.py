@@ -53,7 +53,7 @@ class Frame(NamedTuple):
 
     @property
     def in_full(self) -> str:
-        """Return the file as it is, the line, the function, and the code."""
+        """Return the full file name, line, function and code."""
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
 
 
@@ -280,7 +280,7 @@ def is_misfit(error: str) -> bool:
 
 
 def advice(error: str) -> Advised:
-    """Return what an error of a rank or of the engine says, and what to do about it."""
+    """Return what an error of a rank or the engine means, and what to do about it."""
     misfit = _MISFIT.search(error)
     if misfit:
         return Advised(what=f"{error[: misfit.start()]}{misfit['what']}", fix=misfit["fix"])
@@ -299,7 +299,7 @@ def why_unfinished(run: Run | None) -> str:
 
 
 def unfinished(rule: Rule, who: str, run: Run | None, case_run: Run) -> Finding:
-    """Return finding of a check that cannot compare `case_run` with a run of `who`, with the calls that it ended in."""
+    """Return the finding of a check that cannot compare `case_run` with a run of `who`, with its last calls."""
     return rule.finding(who=who, why=why_unfinished(run), expected=f"a run of {who}", found=_ending(run, case_run))
 
 

@@ -87,7 +87,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
 
 
 def _findings(check: Check, case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Return what a check finds; one that breaks is its own finding, and takes no other with it."""
+    """Return the findings of a check. A check that fails is its only finding; other checks still run."""
     try:
         return check(case, run, witnesses)
     except Exception as error:
@@ -220,7 +220,7 @@ def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding
 
 
 def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
-    """Return judgement in the light of the records that affect the case; an infrastructure failure stays what it is."""
+    """Return the judgement, given the records that affect the case; an infrastructure failure stays what it is."""
     if not faults or judgement.verdict is Verdict.INFRA:
         return judgement
     if judgement.verdict is Verdict.PASSED:

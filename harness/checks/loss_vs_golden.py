@@ -146,7 +146,7 @@ def _proves_nothing(golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
 
 
 def _is_bfloat16(loss: float) -> bool:
-    """Return True for a number that bfloat16 has: a mantissa of 8 bits."""
+    """Return True if bfloat16 represents the number: a mantissa of 8 bits."""
     return math.isfinite(loss) and (math.frexp(loss)[0] * 256).is_integer()
 
 

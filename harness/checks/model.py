@@ -235,7 +235,7 @@ def _constants(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Find
 
 
 def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
-    """Return linears that run in this layout as often as in every microbatch of the reference."""
+    """Return the linears that run in this layout as often as in every microbatch of the reference."""
     if solo is None or solo.model is None:
         return []
     dp = case.layout.dp
@@ -354,7 +354,7 @@ def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
 
 
 def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
-    """Return parameters with a gradient that training did not change on any rank."""
+    """Return the parameters with a gradient that training did not change on any rank."""
     if not traces or not traces[0].steps:
         return []
     changed = {parameter.fqn for trace in traces for parameter in _record(trace).parameters if parameter.updated}
@@ -392,7 +392,7 @@ def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
 
 
 def _settings(traces: list[RankTrace]) -> list[Finding]:
-    """Return settings of torch that were left changed and that change what others compute."""
+    """Return the torch settings that were left changed and that affect other code."""
     changes = dict.fromkeys(one for trace in traces for one in trace.state if one.name in _HARMFUL)
     return [
         SETTING.finding(setting=of.name, phase=of.phase, expected=of.before, found=of.after, fix=_HARMFUL[of.name])
@@ -401,7 +401,7 @@ def _settings(traces: list[RankTrace]) -> list[Finding]:
 
 
 def unequal_initial_weights(run: Run) -> list[Finding]:
-    """Return parameters that ranks hold the same part of, and that the target had built differently there.
+    """Return the parameters of which several ranks hold the same part, but with different initial values.
 
     The harness has written its own weights, so nothing in this run is wrong. The target's own training would be.
     """

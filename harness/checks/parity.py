@@ -126,7 +126,7 @@ def _with_factor(finding: Finding, explanation: Explanation | None) -> Finding:
 
 
 def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float = 0.0) -> tuple[float, ...]:
-    """Return largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
+    """Return the largest relative distance of any gradient at each of `steps`; NaN where no gradient was compared."""
     found, expected = assemble(run.traces), assemble(solo.traces)
     return tuple(largest(_distances(found, expected, step, "grad", ignored).values()) for step in steps)
 
@@ -236,7 +236,7 @@ def _tensors(sides: _Sides, step: int, kind: str, allowed: float, ignored: float
 
 
 def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float) -> list[Finding]:
-    """Return loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient.
+    """Return the loss and gradient norm that ranks report. The norm cannot be further off than the worst gradient.
 
     That of the target itself has the rounding of its own sum besides.
     """
@@ -279,7 +279,7 @@ def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
 
 
 def replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:
-    """Return shards that ranks hold alike and that are not the same bit for bit. `reference`: what explains them."""
+    """Return the replicated shards that are not bitwise equal. `reference`: what explains them."""
     unequal = assembly.unequal_replicas(run.traces)
     if not unequal:
         return []

@@ -222,7 +222,7 @@ def _mismatches(trace: RankTrace) -> Iterator[Mismatch]:
 
 
 def _broken(aged: Aged, updated: set[int]) -> Rule | None:
-    """Return None for what is of an earlier step although no weight was updated since."""
+    """Return None for a value from an earlier step if no weight was updated since."""
     if aged.what == "other_scale":
         return OTHER_SCALE
     if aged.role != "weight":

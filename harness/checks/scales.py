@@ -228,7 +228,7 @@ def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterat
 
 
 def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:
-    """Return smallest and the largest amax * scale of the tensor, or of its rows, of which `group` holds the parts."""
+    """Return the smallest and the largest amax * scale of the tensor, or its rows, whose parts `group` holds."""
     # EXEMPT: rows of zeros, which the probe leaves out; and the smallest row where rows are sharded, because the amax
     # of each row may be on another rank.
     dim = scaled_dim(cast)

@@ -174,7 +174,7 @@ def expected_traffic(expect: Expectations, *, step: int, rank: int, calls: Itera
 
 
 def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[CollectiveKey, Limits]:
-    """Return fewest and most collectives of the kinds whose count varies in a compiled run."""
+    """Return the smallest and the largest number of collectives of the kinds whose count varies in a compiled run."""
     if expect.case.compile == "none":
         return {}
     fewest: defaultdict[CollectiveKey, Counter[int]] = defaultdict(Counter)
@@ -244,7 +244,7 @@ def _volume(expect: Expectations, step: _Step, key: CollectiveKey) -> Finding:
 
 
 def _replaces(step: _Step, key: CollectiveKey, other: CollectiveKey) -> bool:
-    """Return True if `other` is sent for what lacks of `key`: the same inputs, except one thing alike."""
+    """Return True if `other` may have been sent in place of `key`: all but one property are equal."""
     unlike = [name for name in key._fields if getattr(key, name) != getattr(other, name)]
     missing, extra = step.gap(key)
     alone = bool(missing) and not extra and step.gap(other) == (extra, missing)
@@ -330,7 +330,7 @@ def _amax_reductions(step: _Step) -> Iterator[Finding]:
 
 
 def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict[str, int]:
-    """Return reductions by max along every axis, without the kinds whose count is within its limits."""
+    """Return the max reductions along every axis, without the kinds whose count is within its limits."""
     counts: defaultdict[str, int] = defaultdict(int)
     for key, volume in traffic.items():
         if key.op == "max" and key not in within:

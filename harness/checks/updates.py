@@ -89,7 +89,7 @@ def _options(trace: RankTrace) -> list[_Options]:
 
 
 def _moved(trace: RankTrace) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
-    """Return, by step and FQN, the wide parameters of which an update changed a part, and those with one unchanged.
+    """Return, by step and FQN, the wide parameters that an update changed in part, and those with an unchanged part.
 
     Only where the gradient of that part is large enough, or nothing can be told by it.
     """

@@ -119,7 +119,7 @@ def _store(project: Project, change: GoldenChange, *, dry_run: bool, kept: bool 
 
 
 def with_target_here(project: Project, references: Sequence[Case], *, named: bool) -> tuple[Case, ...]:
-    """Return references whose target is installed. HarnessError for another that is `named`, else it is left out."""
+    """Return the references whose target is installed. Others are left out; a `named` one raises HarnessError."""
     absent = set[str]()
     for target in dict.fromkeys(case.target for case in references):
         try:
@@ -213,7 +213,7 @@ def check_committed(project: Project, made: str, *, allowed: bool) -> None:
 
 
 def failing_losses(project: Project, query: Query) -> Query:
-    """Return query, narrowed to the cases whose loss was off in the last run. Raises `NothingSelected` without any."""
+    """Return the query, narrowed to cases whose loss was off in the last run. Raises `NothingSelected` without any."""
     cases = results_of(project, "last").results
     failing = {
         case.case_id

@@ -112,7 +112,7 @@ def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | Non
 
 
 def _explained(project: Project, words: Sequence[str]) -> list[Block]:
-    """Return cases, or the rules for AXIS=VALUE."""
+    """Return the cases, or the rules for AXIS=VALUE."""
     values = [word for word in words if "=" in word]
     tiers = [word for word in words if "=" not in word]
     if not words:
@@ -284,7 +284,7 @@ def _use(part: Part, use: str, gap: str | None) -> Entry:
 
 
 def _loss(name: str) -> str:
-    """Return what is lost without a part: of names that several parts share, what these lose."""
+    """Return what is lost without a part; for names that several parts share, what all of them lose."""
     parts = read_parts()
     if parts[name].without:
         return f"without it, {parts[name].without}"

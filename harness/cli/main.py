@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _known_option(error: click.NoSuchOption) -> str:
-    """Return what to say of an option that a command has not: why it is out of scope, or how it is said; else ""."""
+    """Return what to say about an option that a command lacks: why it is out of scope, or its name here; else ""."""
     word = error.option_name.lstrip("-")
     if (outside := out_of_scope(word)) and not meanings(word):
         return f"{outside.text}."

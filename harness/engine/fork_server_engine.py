@@ -147,7 +147,7 @@ class ForkServerClient:
 
     @property
     def _progress(self) -> str:
-        """Return what a fork server that does not come up does, and what to look at."""
+        """Return what a fork server that does not start was doing, and what to look at."""
         if self._stopped:
             return f"it is stopped by a signal, and `kill -CONT {self.pid}` continues it"
         return f"it still runs, and `py-spy dump --pid {self.pid}` shows where it is"

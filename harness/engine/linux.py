@@ -43,13 +43,13 @@ MACHINES = ("x86_64", "aarch64")  # whose system calls `worker/virtual/fabric.py
 
 
 def foreign_system() -> str:
-    """Return system and machine where these are none that ranks can run on, such as "Darwin on arm64"; else empty."""
+    """Return the system and machine if ranks cannot run on them, such as "Darwin on arm64"; else an empty string."""
     system, machine = platform.system(), platform.machine()
     return "" if system == "Linux" and machine in MACHINES else f"{system or 'an unknown system'} on {machine}"
 
 
 def refused_call() -> str:
-    """Return error of a system call that ranks need and this kernel, sandbox or emulator refuses; empty if none is."""
+    """Return the error of a system call that ranks need and this kernel, sandbox or emulator refuses; else empty."""
     answer = ctypes.c_int()
     try:
         os.close(open_pidfd(os.getpid()))
@@ -162,7 +162,7 @@ def state(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return fields of /proc/<pid>/stat after the name: state, parent, group, session, ...; empty when it is gone."""
+    """Return the fields of /proc/<pid>/stat after the name: state, parent, group, session, …; empty when it is gone."""
     text = read_text(_PROC / str(pid) / "stat")
     return text.rpartition(")")[2].split()  # the process name may hold spaces and parentheses
 
@@ -298,7 +298,7 @@ _SHM = Path("/dev/shm")
 
 
 def shm_files() -> frozenset[str]:
-    """Return names of the files directly in /dev/shm; empty if it does not exist."""
+    """Return the names of the files directly in /dev/shm; empty if it does not exist."""
     with suppress(OSError):
         return frozenset(entry.name for entry in _SHM.iterdir() if not entry.is_dir())
     return frozenset()

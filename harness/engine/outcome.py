@@ -23,7 +23,7 @@ DEATH_LEAD_S = 0.1
 
 
 def describe_exit(returncode: int, *, returned: bool, oom_kills: int) -> tuple[RankStatus, str]:
-    """Return status and message of a rank that exited on its own. `returncode` is as in subprocess: -N means signal N.
+    """Return the status and message of a rank that exited on its own. `returncode` as in subprocess: -N is signal N.
 
     `oom_kills` is how many processes the kernel's OOM killer ended during the job.
     """

@@ -223,7 +223,7 @@ class _Launch:
         )
 
     def _guess(self, stacks: str) -> tuple[RankStatus, str]:
-        """Return status and message of a rank that wrote no outcome, and of which torchrun says nothing."""
+        """Return the status and message of a rank that wrote no outcome, and of which torchrun says nothing."""
         if stacks.startswith("Fatal Python error"):
             return "signaled", stacks.splitlines()[0]
         if self._killed:

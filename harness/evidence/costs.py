@@ -51,7 +51,7 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     created: str  # UTC, ISO 8601
 
     def case_s(self, case: Case) -> float:
-        """Return CPU seconds of all ranks of a case."""
+        """Return the CPU seconds of all ranks of a case."""
         cost_s = _weighted(self.case, case_features(case))
         return cost_s if expected_refusal(case) is None else cost_s * _REFUSED_SHARE
 
@@ -176,7 +176,7 @@ def estimate(case: Case, costs: Costs, stored: Stored = ALL_STORED) -> Estimate:
 
 
 def _larger_s(case: Case, costs: Costs) -> float:
-    """Return CPU seconds that a model takes above the tiny one with the same vocabulary; 0 for a smaller one."""
+    """Return the CPU seconds that a model takes beyond the tiny one with the same vocabulary; 0 for a smaller one."""
     tiny_model = Model(vocab_size=case.model.vocab_size, pad_vocab_to_multiple_of=case.model.pad_vocab_to_multiple_of)
     if parameter_count(case) <= parameter_count(tiny := Case(model=tiny_model)) or expected_refusal(case) is not None:
         return 0.0

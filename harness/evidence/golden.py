@@ -84,7 +84,7 @@ def _unpack(archive: bytes, folder: Path) -> None:
 
 
 def git(root: Path, *words: str) -> str:
-    """Return what git prints; empty when it fails or is not installed."""
+    """Return git's output; empty when it fails or is not installed."""
     return _git_bytes(root, *words).decode(errors="replace")
 
 
@@ -140,7 +140,7 @@ class GoldenRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loss_change(self) -> float | None:
-        """Return new minus old, in nats."""
+        """Return the new loss minus the old one, in nats."""
         return None if self.old_loss is None or self.new_loss is None else self.new_loss - self.old_loss
 
 
@@ -150,7 +150,7 @@ class GoldenKey(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def update_command(family: str, hardware: str, root: Path | None = None) -> str:
-    """Return command that makes the golden of a family for this hardware, by its reference case, in this project."""
+    """Return the command that makes a family's golden for this hardware, by its reference case, in this project."""
     case = family_case(family)
     assert case is not None, f"'{family}' is no family"
     device = "cpu" if hardware == "cpu" else "cuda"
@@ -277,7 +277,7 @@ def unsound(golden: Golden) -> str | None:
 
 
 def curve_text(case_id: str, losses: Sequence[float], grad_norms: Sequence[float]) -> str:
-    """Return loss and the gradient norm of every step, with every digit, in the format of torchtitan's golden files.
+    """Return the loss and gradient norm of every step, with every digit, in the format of torchtitan's golden files.
 
     # config: fsdp2-tp2-rowwise-v2048-b16
     # ngpu: 4
@@ -370,7 +370,7 @@ def replaced(root: Path, new: Golden) -> GoldenChange:
 
 
 def changes_between(old_root: Path, new_root: Path) -> tuple[tuple[GoldenChange, ...], tuple[GoldenKey, ...]]:
-    """Return what became of the goldens of one root in another one: every golden that is there now, and those gone.
+    """Return how the goldens of one root differ in another: every golden that is there now, and those gone.
 
     Raises `Damaged` for one that is there now.
     """

@@ -48,7 +48,7 @@ class Profile(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return next((group.seen for group in groups if str(rank) in group.ranks.split()), {})
 
     def version_gap(self, software: Mapping[str, str]) -> str | None:
-        """Return why it says nothing of these package versions; None when it was recorded with them."""
+        """Return why it does not apply to these package versions; None when it was recorded with them."""
         made_with = self.provenance.software
         others = [
             f"{name} {software[name]} is installed, recorded with {made_with[name]}"
@@ -69,7 +69,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_profile(case: Case) -> bool:
-    """Return True if no formula says what a run of the case must be seen to do."""
+    """Return True if no formula predicts a run of the case."""
     return not is_llama(case.target) and expected_refusal(case) is None
 
 

@@ -43,7 +43,7 @@ def write_sealed(path: Path, document: Sealed) -> Path:
 
 
 def read_sealed(path: Path, kind: type[Document], *, remake: str, missing: str = "is not there.") -> Document:
-    """Return document in `path`. Raises `Missing`, saying `missing`, and `Damaged`; `remake`: how to get a new one."""
+    """Return the document in `path`. Raises `Missing` with `missing`, or `Damaged`; `remake`: how to get a new one."""
 
     def broken(what: str) -> HarnessError:
         return Damaged(what, where=str(path), fix=f"restore it or {remake}")

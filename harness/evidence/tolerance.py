@@ -109,7 +109,7 @@ def _recipe(case: Case) -> str:
 
 
 def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
-    """Return cases with the same key are equally close to their single-rank reference.
+    """Return a key: cases with the same key are equally close to their single-rank reference.
 
     `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. These two hold for any model
     and any number of steps, because no rounding differs. All others differ in the last bit, by model, learning rate,
@@ -203,7 +203,7 @@ def measured_steps(samples: Sequence[Sample]) -> int:
 
 
 def noise(check: str, samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Return largest distance measured up to each step. It never decreases, because errors accumulate in training."""
+    """Return the largest distance measured up to each step. It never decreases: errors accumulate in training."""
     measured = [sample.per_step for sample in samples]
     if check == PARITY:
         measured += _as_if_flipped_at_once(measured)

@@ -43,7 +43,7 @@ def formulas_path(root: Path) -> Path:
 
 
 def read_verified(roots: Iterable[Path]) -> tuple[VerifiedWith, ...]:
-    """Return what the records of these projects say, in order. Raises `Damaged`."""
+    """Return the records of these projects, in order. Raises `Damaged`."""
     return tuple(entry for root in dict.fromkeys(roots) for entry in _read(formulas_path(root)))
 
 

@@ -117,7 +117,7 @@ def _unit(case: Case, *, emulated: bool = False) -> Limit:
 
 
 def allowed_distance(case: Case, result: GeneratedResult, *, emulated: bool) -> Limit:
-    """Return largest distance of this tensor which rounding explains. `emulated`: the code rounds as its graph does.
+    """Return the largest distance of this tensor that rounding explains. `emulated`: the code rounds as its graph does.
 
     A value that is off by a share `r` of itself is rounded to a neighbor, a share `s` away, with probability r / s,
     which adds r * s to the square of the distance. The code adds up terms that the graph rounds first: `cancelled`.
@@ -133,7 +133,7 @@ def allowed_distance(case: Case, result: GeneratedResult, *, emulated: bool) -> 
 
 
 def _step(dtype: str) -> Limit | None:
-    """Return how far neighboring values of a dtype are apart, relative to the value, at most."""
+    """Return the largest relative distance between neighboring values of a dtype."""
     if dtype.startswith("float8"):
         return Limit(f"code.step_{dtype}")
     return Limit("code.unit_bfloat16") if dtype == "bfloat16" else None

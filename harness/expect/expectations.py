@@ -81,7 +81,7 @@ class Expectations:
 
     @functools.cached_property
     def converted_fqns(self) -> tuple[str, ...]:
-        """Return linears that must be Float8Linear after conversion, sorted."""
+        """Return the linears that must be Float8Linear after conversion, sorted."""
         return self.linears.converted
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class Expectations:
 
     @functools.cached_property
     def scaled_mm_calls(self) -> tuple[int, int]:
-        """Return fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
+        """Return the range of scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
         once = model.calls_of_linears(self.case, self.linears)
         if self.has_formulas:
             once += compiled.extra_matmul_calls(self.case, scaled=True)
@@ -103,7 +103,7 @@ class Expectations:
 
     @functools.cached_property
     def recomputed_calls(self) -> tuple[int, int]:
-        """Return fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
+        """Return the range of scaled matmuls that checkpointing recomputes in one rank and one step."""
         if self.has_formulas:
             return (model.recomputed_calls(self.case, self.linears),) * 2
         return model.recomputed_matmuls(self.case, self.linears)
@@ -115,16 +115,16 @@ class Expectations:
 
     @functools.cached_property
     def cast_calls(self) -> int:
-        """Return casts to float8 by the linears of one rank in one step, without those of FSDP2."""
+        """Return the casts to float8 by the linears of one rank in one step, without those of FSDP2."""
         return sum(len(forms) for site, forms in self.casts.items() if site.phase not in model.OF_GATHERS)
 
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
-        """Return collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
+        """Return the collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what returns."""
         transfers = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
         return (*transfers, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
 
     def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
-        """Return bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
+        """Return the bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
 
         `calls`: of its experts in this step, whose rows may be saved. Of these the first forwards are weighed.
         """

@@ -61,7 +61,7 @@ def describes(device: str) -> bool:
 
 
 def undescribed(case: Case, device: str) -> str:
-    """Return why they say nothing of a case on a device; empty if they do."""
+    """Return why they do not apply to a case on a device; empty if they do."""
     if not is_llama(case.target):
         return f"no formula for the model of {case.target}; see `profile`"
     if computes_on_plain_shards(case.target):
@@ -70,7 +70,7 @@ def undescribed(case: Case, device: str) -> str:
 
 
 def is_exact(case: Case) -> bool:
-    """Return False where the partitioner chooses what some compiled block saves."""
+    """Return False if the partitioner chooses what some compiled block saves."""
     return case.compile == "none" or all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
 
 
@@ -83,7 +83,7 @@ def depends_on_tokens(case: Case) -> bool:
 def expected_saved(
     case: Case, *, step: int, rank: int, changes: Changes = NONE, rows: tuple[tuple[int, ...], ...] = ()
 ) -> dict[str, int]:
-    """Return bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`.
+    """Return the bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`.
 
     `rows`: that its experts got in every forward, of every block with experts that it holds. Without expert parallelism
     these are its own.
@@ -142,7 +142,7 @@ def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -
 
 
 def _whole_block(case: Case, layer: int) -> Elements:
-    """Return everything that backward of one block reads, without checkpointing and without experts but the shared one.
+    """Return everything that the backward of one block reads, without checkpointing; of experts, only the shared one.
 
     Linears save their high-precision input: torchao 0.18 casts it again for wgrad, and no float8 tensor outlives
     forward. Only with float8 TP styles is the input of a linear float8 already, and saved as such.
@@ -293,7 +293,7 @@ def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
 
 
 def _early_scale(case: Case, name: str, changes: Changes) -> int:
-    """Return elements of the scale that backward needs of this linear, TP ranks agree on and forward does not have.
+    """Return the elements of the scale that this linear needs in backward, that TP ranks agree on and forward lacks.
 
     One scale for a tensor: the input of `wo` and `w2` for wgrad, whose shape is not that of forward, and since torch
     2.14 every weight for dgrad. Axiswise: the weight for dgrad, as one scale, or one for each input feature where the
@@ -370,7 +370,7 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
-    """Return storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces.
+    """Return the one-element storages: the loss and, before backward, its sum over tokens under loss parallel.
 
     After a step that clips gradients also their norm, and after one with an evaluation the scale of the output layer,
     which FSDP2 casts and gathers once more than it is read.

@@ -131,7 +131,7 @@ def _is_asked_for(case: Case, fqn: str) -> bool:
 
 
 def recomputed_matmuls(case: Case, model: Model) -> tuple[int, int]:
-    """Return fewest and most scaled matmuls that checkpointing recomputes of a model that is not known.
+    """Return the range of scaled matmuls that checkpointing recomputes of an unknown model.
 
     `selective_op` keeps the results of some matmuls, and which ones is the choice of the target.
     """
@@ -321,7 +321,7 @@ def scale_axes(case: Case, cast: CastRecord) -> Collection[str]:
 
 
 def replica_axes(cast: CastRecord) -> Collection[str]:
-    """Return mesh axes along which the ranks hold the same shard of the tensor."""
+    """Return the mesh axes along which the ranks hold the same shard of the tensor."""
     axes = {axis for axis, placement in zip(cast.mesh_axes, cast.placements, strict=True) if placement == "Replicate()"}
     if cast.role == "weight" and cast.phase not in ("all_gather", "gathered"):
         axes |= set(DP_AXES)

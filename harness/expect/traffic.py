@@ -120,7 +120,7 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def converted_weight_shards(case: Case, rank: int) -> int:
-    """Return elements of converted weights that `rank` sends in all-gathers of one step."""
+    """Return the elements of converted weights that `rank` sends in all-gathers of one step."""
     return sum(
         unit.gathers * weight.shard_elements(case.layout.dp_shard)
         for unit in fsdp_units(case, rank)
@@ -188,7 +188,7 @@ def _activations(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def _all_to_alls(case: Case) -> int:
-    """Return reduce-scatters that the pipelined operators of async TP send as all-to-all and sum afterwards."""
+    """Return the reduce-scatters that the pipelined operators of async TP send as all-to-all and sum afterwards."""
     if case.layout.symm_mem == "fallback":
         return 0
     return sum(candidate.fuses and candidate.collective == "reduce_scatter" for candidate in fusion_candidates(case))

@@ -62,7 +62,7 @@ def repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
 
 
 def residual_tokens(case: Case) -> int:
-    """Return tokens that a rank holds between blocks."""
+    """Return the tokens that a rank holds between blocks."""
     shares = case.layout.tp if case.layout.sequence_parallel else 1
     return case.microbatch * -(-case.local_seq_len // shares)
 
@@ -79,7 +79,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     gathered_in_float8: bool = False
 
     def shard_elements(self, ranks: int) -> int:
-        """Return elements of a shard: rows are sharded as by torch.chunk, and padded to the largest shard."""
+        """Return the elements of a shard: rows are sharded as by torch.chunk, and padded to the largest shard."""
         return -(-self.rows // ranks) * self.columns
 
 
@@ -106,7 +106,7 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
 
 
 def _units_of_ends(case: Case, tp_rank: int) -> tuple[Sequence[Unit], Unit]:
-    """Return units around the blocks: the embedding, and the last norm with the output layer. One where they are tied.
+    """Return the FSDP units around the blocks: the embedding, and the last norm with the output layer; one if tied.
 
     Backward starts with the last unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
     takes what ran before the first unit for what backward needs next, and gathers it at the end. Tied ends are that

@@ -33,7 +33,7 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
     rounds: str = ""
 
     def is_in(self, software: Mapping[str, str]) -> bool:
-        """Return True for these versions, by package. A nightly of 2.15 is older than 2.15."""
+        """Return True if these versions, by package, have the change. A nightly of 2.15 is older than 2.15."""
         return is_since(software.get(self.package, ""), self.since)
 
     def ask(self, folders: Iterable[Path]) -> bool | None:

@@ -119,7 +119,7 @@ def axis_values(case: Case) -> dict[str, object]:
 
 
 def read_as(name: str) -> str:
-    """Return expression with which a target reads the value of an axis that holds for its case, `case.layout.tp`."""
+    """Return the expression by which a target reads the value of an axis for its case, `case.layout.tp`."""
     if name in ModelShape.__struct_fields__:
         return f"case.model.shape.{name}"
     if isinstance(getattr(Case, name, None), property):
@@ -240,7 +240,7 @@ def said(name: str, value: object) -> str:
 
 
 def ignored_axes(values: Mapping[str, object]) -> tuple[str, ...]:
-    """Return names in `values` that have no effect next to the others, such as `pad_inner_dim` with recipe bf16."""
+    """Return the names in `values` that have no effect given the others, such as `pad_inner_dim` with recipe bf16."""
     kept = axis_values(case_from_axes(values))
     return tuple(name for name, value in values.items() if value is not None and kept[name] != _as_tuple(value))
 

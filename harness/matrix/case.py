@@ -181,7 +181,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def valid_tokens(self) -> int:
-        """Return tokens of one step, over all ranks, that the loss is a mean over."""
+        """Return the number of tokens of all ranks over which the loss of one step is a mean."""
         return self.tokens - sum(map(self.ignored_labels, range(self.global_batch)))
 
     def ignored_labels(self, sequence: int) -> int:
@@ -345,12 +345,12 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def local_batch(self) -> int:
-        """Return sequences per data-parallel rank; `rules.py` excludes cases where the batch does not divide."""
+        """Return the sequences per data-parallel rank; `rules.py` excludes cases where the batch does not divide."""
         return self.train.global_batch // self.layout.batches
 
     @property
     def microbatch(self) -> int:
-        """Return sequences of a forward of one data-parallel rank."""
+        """Return the sequences of a forward of one data-parallel rank."""
         return self.local_batch // self.train.accumulation
 
     @property
@@ -360,7 +360,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_rank(self) -> int:
-        """Return tokens per linear and rank in a forward: the contraction size of its wgrad matmul."""
+        """Return the tokens per linear and rank in a forward: the contraction size of its wgrad matmul."""
         return self.microbatch * self.local_seq_len
 
     @property
@@ -380,15 +380,15 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def reduce_dtype(self) -> str:
-        """Return dtype in which FSDP2 sums gradients over ranks: at least float32, or bfloat16."""
+        """Return the dtype in which FSDP2 sums gradients over ranks: at least float32, or bfloat16."""
         return "bfloat16" if self.train.reduce_dtype == "bfloat16" else self.wide_dtype
 
     @property
     def wide_dtype(self) -> str:
-        """Return dtype of the loss and inside of norms: at least float32."""
+        """Return the dtype of the loss and inside norms: at least float32."""
         return "float32" if self.train.dtype == "bfloat16" else self.train.dtype
 
     @property
     def parameter_dtype(self) -> str:
-        """Return dtype of the weights that the optimizer updates, of their gradients, and of its states."""
+        """Return the dtype of the weights that the optimizer updates, of their gradients, and of its states."""
         return "bfloat16" if self.train.parameter_dtype == "bfloat16" else self.wide_dtype

@@ -54,7 +54,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         return {**self.declared.values, **inside}
 
     def applies(self, values: Mapping[str, object], *, with_defaults: bool = False) -> bool:
-        """Return True if it spells values of these. `with_defaults`: it spells numbers that are defaults too."""
+        """Return True if it spells values of these axes. `with_defaults`: numbers that are defaults too."""
         if not self.sets or any(values[name] != value for name, value in self.declared.values.items()):
             return False
         return all(self._is_spelled(name, values[name], with_defaults=with_defaults) for name in self.inside)
@@ -132,7 +132,7 @@ def meaning_of(token: str) -> str:
 
 
 def hint(token: str) -> str:
-    """Return `fix` for an unknown token: the likely meaning if there is one, else the command that lists all words."""
+    """Return the `fix` for an unknown token: the likely meaning if there is one, else the command that lists words."""
     near = _for_axis(token)
     outside = None if near else out_of_scope(token)
     if outside is not None:
@@ -232,7 +232,7 @@ def case_id(case: Case) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_case_id(text: str) -> Case:
-    """Return case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
+    """Return the case with this id. HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}
     for token in id_words(text):
         token_values = values_of(token)
@@ -276,7 +276,7 @@ def layout_id(layout: Layout) -> str:
 
 
 def family_id(case: Case) -> str:
-    """Return name of the golden that this case is compared with: everything that determines data, weights and updates.
+    """Return the name of the golden that this case is compared with: all that determines data, weights and updates.
 
     Axes that change the training, and no other. Numbers that are defaults are spelled out, so that a changed default
     cannot change the meaning of an old golden; but not those of an option that the case does without.
@@ -353,7 +353,7 @@ def parse_layout(text: str, *, option: str = "--layout") -> Layout:
 
 
 def resumed_in(case: Case) -> tuple[Case, ...]:
-    """Return cases that load the state, in order; the last one goes on with it. Empty for a run that is not resumed."""
+    """Return the cases that load the state, in order; the last one goes on with it. Empty without a resume."""
     other = other_layout(case.layout)
     if case.train.resume == "none":
         return ()

@@ -30,7 +30,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     shared_s: Mapping[str, float] = {}
 
     def extra_s(self, witnesses: Collection[str]) -> float:
-        """Return CPU seconds that the case adds when these references exist already."""
+        """Return the CPU seconds that the case adds when these references exist already."""
         return self.own_s + sum(cost_s for name, cost_s in self.shared_s.items() if name not in witnesses)
 
 
@@ -78,7 +78,7 @@ def planted_faults() -> tuple[PlantedFault, ...]:
 
 
 def catalogue_of_faults(where: str) -> Catalogue:
-    """Return injected faults, of which something at `where` cannot do without. HarnessError if no plug-in knows any."""
+    """Return the injected faults, which something at `where` needs. HarnessError if no plug-in knows any."""
     catalogue: Catalogue = answer("injected faults", where=where)
     return catalogue
 
@@ -216,7 +216,7 @@ class _Part:
         self._witnesses: set[str] = set()
 
     def cost_with(self, price: Price) -> float:
-        """Return CPU seconds with one more case."""
+        """Return the CPU seconds with one more case."""
         return self.cost_s + price.extra_s(self._witnesses)
 
     def add(self, name: str, price: Price) -> None:

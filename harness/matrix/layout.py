@@ -275,7 +275,7 @@ def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
 
 
 def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], ...]:
-    """Return positions of every rank that shares sequences: all of them, of one rank, without context parallelism."""
+    """Return the positions on every context-parallel rank; without context parallelism, all positions on one rank."""
     return tuple(positions(layout, seq_len, part) for part in range(layout.cp))
 
 
@@ -287,7 +287,7 @@ def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
 
 
 def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
-    """Return degree of the axis `REST` among so many ranks. Raises HarnessError if the other axes do not divide them.
+    """Return the degree of the axis `REST` for this number of ranks. HarnessError if the other axes do not divide it.
 
     `degrees`: of the other axes, by name. `where`: who gave them.
     """

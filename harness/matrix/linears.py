@@ -69,7 +69,7 @@ def expert_fqns(model: Model) -> tuple[str, ...]:
 
 
 def converted_fqns(case: Case) -> tuple[str, ...]:
-    """Return linears expected to be Float8Linear after conversion, sorted; () for bf16."""
+    """Return the linears expected to be Float8Linear after conversion, sorted; () for bf16."""
     return tuple(sorted(fqn for fqn in linear_fqns(case) if is_converted(case, fqn)))
 
 
@@ -172,7 +172,7 @@ def _features(model: Model) -> Mapping[str, tuple[int, int]]:
 
 
 def parameter_count(case: Case) -> int:
-    """Return parameters of the whole model: embedding, linears with their biases, norms, routers and experts."""
+    """Return the parameters of the whole model: embedding, linears with their biases, norms, routers and experts."""
     features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
     shape = case.model.shape
     norms = (2 * shape.layers + 1) * shape.dim
@@ -184,7 +184,7 @@ def parameter_count(case: Case) -> int:
 
 
 def expert_parameters(model: Model) -> tuple[int, int]:
-    """Return parameters of the experts that tokens are sent to, and of the routers."""
+    """Return the parameters of the experts that tokens are sent to, and of the routers."""
     blocks, dim = len(model.expert_layers), model.shape.dim
     return blocks * model.experts * 3 * dim * model.expert_dim, blocks * model.experts * dim
 
@@ -196,7 +196,7 @@ def active_parameter_count(case: Case) -> int:
 
 
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
-    """Return (in_features, out_features) of a linear as this rank holds it; chunks of a vocabulary may be uneven."""
+    """Return the (in_features, out_features) of a linear on this rank; chunks of a vocabulary may be uneven."""
     return _local(name, linear_features(case, name), case.layout.tp, rank % case.layout.tp)
 
 

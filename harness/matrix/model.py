@@ -180,7 +180,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return rows of the embedding and of the output layer."""
+        """Return the rows of the embedding and of the output layer."""
         multiple = self.pad_vocab_to_multiple_of
         return -(-self.vocab_size // multiple) * multiple
 

@@ -117,7 +117,7 @@ def _spread_out(steps: int, at_most: int) -> tuple[int, ...]:
 
 
 def _recorded_bytes(case: Case) -> int:
-    """Return bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32.
+    """Return the bytes of one step over all ranks: operands, results, gradients; parameters and theirs in float32.
 
     Under TP every rank has all of a sum's terms: of the outputs of row-wise linears, of the input gradients of others.
     """

@@ -133,7 +133,7 @@ TRAITS: dict[Recipe, RecipeTraits] = {
 
 
 def block_recipe(*, rounds_scales_down: bool, wgrad: bool) -> Recipe | None:
-    """Return recipe of MXFP8 with this rounding of scales, whose weight gradients are in MXFP8 or in high precision."""
+    """Return the MXFP8 recipe with this rounding of scales, with weight gradients in MXFP8 or in high precision."""
     wanted = (rounds_scales_down, wgrad)
     recipes = (
         recipe

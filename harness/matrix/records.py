@@ -133,7 +133,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def versions(self) -> str:
-        """Return the same as text: "torch >=2.15 and torchao <0.18"."""
+        """Return the versions as text: "torch >=2.15 and torchao <0.18"."""
         return " and ".join(f"{package} {text}" for package, text in self.specifiers.items())
 
     def affects(self, installed: Mapping[str, str | None]) -> bool | None:

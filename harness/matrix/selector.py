@@ -72,7 +72,7 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
 
 
 def axes_read(selector: Selector) -> tuple[str, ...]:
-    """Return axes that decide whether a selector matches. HarnessError if it asks for the id, which is all of them."""
+    """Return the axes that decide whether a selector matches. HarnessError if it asks for the id, that is for all."""
     axes: dict[str, None] = {}
     for term in selector.terms:
         if term.axis is None:

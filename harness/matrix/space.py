@@ -76,7 +76,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return len(table.hits) * math.prod(others)
 
     def complete(self, partial: Mapping[int, int], avoid: Sequence[Table], *, turn: int = 0) -> Row | None:
-        """Return first cell (in a fixed order) that agrees with `partial` and that no table in `avoid` hits, or None.
+        """Return the first cell in a fixed order that agrees with `partial` and no table in `avoid` hits, or None.
 
         Every `turn` has its own order, and other cells first.
         """
@@ -212,7 +212,7 @@ def _prune(
 
 
 def _allowed(table: Table, domains: Sequence[tuple[int, ...]], target: int) -> tuple[int, ...]:
-    """Return values of `target` that the table does not forbid next to the decided values of its other factors."""
+    """Return the values of `target` that the table allows, given the decided values of its other factors."""
     position = table.factors.index(target)
     row = [domains[factor][0] for factor in table.factors]
     before, after = tuple(row[:position]), tuple(row[position + 1 :])
@@ -263,7 +263,7 @@ def possible_combinations(
 
 
 def covering_rows(space: Space, strength: int, avoid: Sequence[Table], wanted: Iterable[Combination]) -> list[Row]:
-    """Return cells that contain every wanted combination and are hit by no table in `avoid`; always the same ones.
+    """Return the cells that contain every wanted combination and are hit by no table in `avoid`; always the same ones.
 
     Every wanted combination must be possible under `avoid`.
     """

@@ -58,7 +58,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def select(file: CaseFile, *, known: Sequence[KnownFault] = (), chosen: Sequence[Case] | None = None) -> Selection:
-    """Return selection of a case file; the same for the same arguments, always. HarnessError on an impossible matrix.
+    """Return the selection of a case file, the same for the same arguments. HarnessError on an impossible matrix.
 
     `known` are recorded faults: a case that runs into one covers nothing that another case can cover. `chosen` are
     the cases that were chosen for this file; HarnessError if they do not cover it. Without them a covering array is
@@ -129,7 +129,7 @@ def _uncovered(
 
 
 def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list[Row]:
-    """Return cells that contain every combination; `seeds` are cells that are selected anyway."""
+    """Return the cells that contain every combination; `seeds` are cells that are selected anyway."""
     if strength == "full":
         barred = tables_of(space, "excluded")
         return [row for row in itertools.product(*map(range, space.sizes)) if not is_hit(row, barred)]
@@ -143,7 +143,7 @@ def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> li
 def second_best_rows(
     space: Space, strength: int, seeds: Sequence[Row], judged: Collection[Combination] | None = None
 ) -> list[Row]:
-    """Return cells for what no checked cell can contain: first those with a recorded fault, then those refused.
+    """Return the cells for what no checked cell can contain: first those with a recorded fault, then those refused.
 
     What a refused case contains is never executed, and what runs into a fault is not checked as sharply, so they count
     only where nothing better can. `judged`: the combinations that some checked cell contains, where they are known.
@@ -214,7 +214,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def coverage(selection: Selection, strength: int) -> Coverage:
-    """Return what became of every combination of `strength` values in every block of the selection's file."""
+    """Return the fate of every combination of `strength` values in every block of the selection's file."""
     return Coverage(
         name=selection.name,
         strength=strength,
@@ -260,7 +260,7 @@ class _BlockingRules:
         self._joint: dict[Combination, tuple[str, ...]] = {}
 
     def of(self, combination: Combination) -> tuple[str, ...]:
-        """Return names of the rules that forbid it outright, else of a smallest set that together leaves no cell."""
+        """Return the names of the rules that forbid it outright, else a smallest set that leaves no cell."""
         chosen = dict(combination)
         outright = [table.rule.name for table in self._tables if _forbids(table, chosen)]
         if outright:

@@ -103,7 +103,7 @@ def _rules(findings: Sequence[Finding], step: int) -> str:
 
 
 def evidence(findings: Sequence[Finding]) -> Section:
-    """Return every finding whole, with its numbers and digests."""
+    """Return every complete finding, with its numbers and digests."""
     more = f"`{EXPLAIN_RULE}` has the meaning of a rule, its usual causes and what to do."
     return Section(title="findings", blocks=(*map(finding_entry, findings), *([more] if findings else [])))
 
@@ -167,7 +167,7 @@ def _raised(failure: RankFailure) -> str:
 
 
 def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_LINES) -> tuple[Block, ...]:
-    """Return how a rank failed, with the last lines of its traceback, or the first ones of its stack dump."""
+    """Return how a rank failed, with the last lines of its traceback or the first of its stack dump."""
     lines = failure.traceback.rstrip().splitlines()
     omitted = 0 if most is None else max(len(lines) - most, 0)
     if omitted:  # a dump begins with the most recent call
@@ -178,7 +178,7 @@ def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_L
 
 
 def failure_words(failure: RankFailure, ranks: Sequence[int]) -> str:
-    """Return how ranks that failed alike did: "ranks 0-2 raised in step 1: ValueError: x"."""
+    """Return how ranks failed in the same way: "ranks 0-2 raised in step 1: ValueError: x"."""
     phase = f" in {failure.phase}" if failure.phase else ""
     because = " (after another rank failed)" if failure.consequence else ""
     return f"{format_ranks(ranks)} {failure.kind}{phase}{because}: {failure.message}"

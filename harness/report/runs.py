@@ -130,7 +130,7 @@ def runs_sections(runs: Sequence[Stored]) -> list[Block]:
 
 
 def run_documents(runs: Sequence[Stored]) -> list[dict[str, object]]:
-    """Return the same for programs."""
+    """Return the runs as JSON values."""
     return [
         {
             "number": number,

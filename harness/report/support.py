@@ -88,7 +88,7 @@ def _about(fault: KnownFault) -> str:
 
 
 def _has(axes: Axes, wanted: Axes) -> bool:
-    """Return True where a case has these values; a degree above 1 stands for every degree above 1."""
+    """Return True if a case has these values; a degree above 1 stands for every degree above 1."""
     return all(
         axes[name] > 1 if isinstance(value, int) and not isinstance(value, bool) else axes[name] == value  # type: ignore[operator]
         for name, value in wanted.items()

@@ -172,7 +172,7 @@ class CaseJudge:
     def concluded(
         self, case: Case, run: Run, judgement: Judgement, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """Return it with the first operand that differs and recorded faults; those with a fix in `fixes` are gone."""
+        """Return the judgement with the first operand that differs and the recorded faults, except those in `fixes`."""
         basis = self._judged_by[case_id(case)]
         explained = _explained(run, judgement, have, basis.witnesses) if run.complete else judgement
         mended = {fix.text for fix in fixes}
@@ -233,7 +233,7 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, have: RunsByRole) ->
 
 
 def _parity_tolerance(case: Case, witnesses: Witnesses, have: RunsByRole) -> Tolerance | None:
-    """Return the stored one; None if it was measured for another order of forward passes than the target's."""
+    """Return the stored tolerance; None if it was measured for another order of forward passes than the target's."""
     stored, solo = witnesses.parity_tolerance, finished(have.get(references.SOLO))
     if stored is None or stored.key != SAME_ORDER or not accumulates(case, witnesses.expect.model):
         return stored

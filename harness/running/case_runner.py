@@ -141,7 +141,7 @@ class CaseRunner:
         return self._judge.concluded(case, run, judgement, have, fixes)
 
     def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
-        """Return result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.
+        """Return the result of a case with a recorded fault after a run with the fixes, which may hide no finding.
 
         What is wrong there comes first: nothing of the recorded fault is among it. None when stopped.
         """

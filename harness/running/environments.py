@@ -199,7 +199,7 @@ def _our_packages() -> Iterable[str]:
 
 
 def _site_line(folder: str) -> str:
-    """Return line of a path file that adds a folder of packages with what is installed there by `pip install -e`."""
+    """Return the line of a path file that adds a folder of packages with what `pip install -e` installed there."""
     return f"import site; site.addsitedir({folder!r})"
 
 
@@ -219,7 +219,7 @@ def _site_packages(path: Path) -> Path:
 
 
 def origins(python: Path, names: Sequence[str], python_path: Sequence[str] = ()) -> dict[str, str]:
-    """Return the file that each package would be imported from, without importing it; empty if none."""
+    """Return the file that each package would be imported from, without importing it, or nothing."""
     code = (
         "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
         "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"

@@ -170,7 +170,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
-    """Return key of the references of this plan, on this machine and with what is installed now. Takes about 0.15 s."""
+    """Return the key of the references of this plan, on this machine with what is installed now. Takes 0.15 s."""
     parts = (
         plan.program,
         plan.device,

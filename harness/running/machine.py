@@ -219,7 +219,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(case: Case, side: Side, *, one_node: bool) -> Obstacle:
-    """Return what stands like a case there, whose ranks need `one_node`."""
+    """Return what prevents a case from running there; `one_node`: its ranks need to share one."""
     if side.device == "cuda":
         peers = {node.peers for node in side.capacity.nodes}
         facts = GpuFacts(capability=side.capacity.nodes[0].capability, peers=peers.pop() if len(peers) == 1 else False)

@@ -106,7 +106,7 @@ def _read(file: Path, *, where: str) -> bytes:
 
 
 def _top_level_names(file: Path, source: bytes, *, where: str) -> frozenset[str]:
-    """Return names that the module binds at its top level and that may be functions: defs and assignments."""
+    """Return the names that the module binds at its top level and that may be functions: defs and assignments."""
     try:
         module = ast.parse(source, filename=str(file))
     except (SyntaxError, ValueError) as error:
@@ -241,7 +241,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self if self.sides is None else self._on("cuda", self.sides.gpus.arithmetic)
 
     def _on(self, device: Device, arithmetic: Arithmetic, *, own: bool = False) -> "Plan":
-        """Return plan on one of its sides. `own`: --device auto chooses that for its cases, and the arithmetic too."""
+        """Return the plan for one device. `own`: --device auto chose it for these cases, and the arithmetic too."""
         if self.sides is None or self.chosen:
             return self
         default = default_arithmetic(device)
@@ -266,7 +266,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return Place(device="cpu", why=why, idle=self.idle)
 
     def obstacle(self, case: Case) -> Obstacle:
-        """Return what stands like a case on the device of this plan."""
+        """Return what prevents a case from running on the device of this plan."""
         side = Side(**{name: getattr(self, name) for name in Side.__struct_fields__})
         return obstacle(case, side, one_node=self.one_node(case))
 
@@ -275,7 +275,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
 
     def deadline_s(self, case: Case) -> float:
-        """Return seconds that one attempt at this case may take."""
+        """Return the seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
             return self.timeout_factor * self.timeout_s
         flops = FLOPS_PER_PARAMETER_AND_TOKEN * parameter_count(case) * case.train.tokens
@@ -304,7 +304,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def make_plan(**given: Any) -> Plan:
-    """Return plan that options describe, on this machine or on the nodes of a Ray cluster, which is asked what it has.
+    """Return the plan that options describe, on this machine or on the nodes of a Ray cluster, which is queried.
 
     `given`: fields of `PlanOptions`, by name. Raises HarnessError for a device, a cluster, an injection or a package
     that is not there, and for a backend of another device.

@@ -89,7 +89,7 @@ class Work:
         return self._count("references" if self._references & self.running.keys() else "cases")
 
     def left(self) -> str:
-        """Return about how long the rest takes, at the pace of this run: "~40 s left"; empty where nothing tells."""
+        """Return the estimated time left, at the pace of this run: "~40 s left"; empty where nothing tells."""
         unfinished = self.total - self.done
         if not unfinished or len(self._costs) < unfinished or not self._cost:
             return ""

@@ -26,7 +26,7 @@ class HasRanks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Return ranks that it runs on."""
+        """Return the ranks that it runs on."""
 
 
 Item = TypeVar("Item", bound=HasRanks)

@@ -102,7 +102,7 @@ def is_case_id(project: Project, source: str) -> bool:
 
 
 def select_file(project: Project, path: Path) -> Selection:
-    """Return selection of one case file of a project: the chosen cases where there is a choice, else a covering array.
+    """Return the selection of one case file of a project: the chosen cases if there is a choice, else a covering array.
 
     Of a bug file or a folder of them: their cases. A tier of the package is the same in every project: the records of
     the project choose no other cases.
@@ -140,7 +140,7 @@ def excluded_cells(project: Project, query: Query) -> str:
 
 
 def whole_tiers(project: Project, case_ids: Collection[str], words: Collection[str]) -> tuple[Selection, ...]:
-    """Return tiers of the project, and those of the package among the `words` of a run, all of whose cases are here."""
+    """Return the project's tiers, and the package's among the `words` of a run, that the selection has completely."""
     names = [name for name in project.tiers if name in project.own_tiers or name in words]
     selections = (select_file(project, project.case_file(name)) for name in names)
     return tuple(

@@ -176,7 +176,7 @@ def shards_of(project: Project, text: str) -> list[Named]:
 
 
 def _of_others(run: RunResult) -> RunResult:
-    """Return the run with commands of ours: a file that somebody else wrote must not say what to type in."""
+    """Return the run with our own commands: a file from somebody else must not decide what a user types."""
     words = run.start.options.words
     return replace(
         run,

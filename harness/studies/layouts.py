@@ -31,7 +31,7 @@ _WORDS: Mapping[Verdict, Word] = {
 
 
 def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
-    """Return case of these axes in every layout. HarnessError for an axis in `given` that no layout has a use for."""
+    """Return the case with these axes in every layout. HarnessError for an axis in `given` that no layout uses."""
     chosen = [_values(base, layout) for layout in asked]
     useless = [name for name in given if all(name in ignored_axes(values) for values in chosen)]
     if useless:

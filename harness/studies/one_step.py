@@ -96,7 +96,7 @@ def _refusal(shows: str, result: CaseResult, whole: CaseResult | None) -> str | 
 
 
 def _others(result: CaseResult) -> bool:
-    """Return True if something else is wrong than that gradients are not clipped."""
+    """Return True if anything but clipping is wrong."""
     return any(finding.check != "clipping" for finding in result.findings)
 
 

@@ -112,7 +112,7 @@ def rank_main(context: RankContext) -> bytes:
 
 
 def _parts_of(request: RunRequest) -> tuple[str, ...]:
-    """Return private parts without which this request cannot be met. A record that is lost is no reason not to run."""
+    """Return the private names that this request needs. A lost record does not prevent a run."""
     layout = request.case.layout
     needed = {
         internals.COMPILED: request.case.compile != "none",

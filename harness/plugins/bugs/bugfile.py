@@ -121,7 +121,7 @@ def holds_bugs(path: Path) -> bool:
 
 
 def cases_of_bugs(path: Path) -> CaseFile | None:
-    """Returns the cases of a bug file, or of all in a folder that run; None for another file.
+    """Return the cases of a bug file, or of all in a folder that run; None for another file.
 
     Raises HarnessError for one file whose case does not run.
     """

@@ -413,7 +413,7 @@ def check_command(
 def case_of_configuration(
     config: str, given: Mapping[str, object], *, ranks: int | None, ignore: tuple[str, ...]
 ) -> tuple[Case, tuple[str, ...]]:
-    """Returns the case of a configuration, a file or flags, and how it differs from the job.
+    """Return the case of a configuration, a file or flags, and how it differs from the job.
 
     `given`: axes that replace those of the configuration. `ignore`: its lines that mean nothing.
     """

@@ -107,7 +107,7 @@ def _meshes(sizes: Sizes) -> list[dict[str, int]]:
 
 
 def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
-    """Return what is better first: less lost, degrees kept, more ranks, powers of two."""
+    """Return a sort key, better first: less lost, degrees kept, more ranks, powers of two."""
     pairs = [(sizes.mesh[name], small.mesh[name]) for name in MESH_AXES]
     odd = sum(after & (after - 1) != 0 for _, after in pairs)
     return len(lost(sizes, small)), sum(before != after for before, after in pairs), odd, -small.world_size

@@ -203,7 +203,7 @@ def is_toml_of_torchtitan(path: str) -> bool:
 
 @functools.cache
 def printed_lines() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Return lines that tools print word for word, each with the option whose value it has."""
+    """Return the lines that tools print word for word, each with the option whose value it has."""
     return tuple((re.compile(re.escape(line).replace(r"\{\}", r"(\w+)")), key) for line, key in table()["log"].items())
 
 
@@ -247,7 +247,7 @@ def _limited() -> Mapping[str, tuple[tuple[str, str], ...]]:
 
 @functools.cache
 def _reasons(field: str) -> Mapping[str, str]:
-    """Return why by key, or by section."""
+    """Return the reasons by key, or by section."""
     return {word: row.why for row in _without_effect() for word in getattr(row, field) if "=" not in word}
 
 

@@ -281,7 +281,7 @@ def shows(bug: Bug, signature: FailureSignature) -> bool:
 
 
 def _differences(named: NamedCase, installed: Mapping[str, str], device: str) -> tuple[str, ...]:
-    """Return what the run has otherwise than the report: versions, device, sizes."""
+    """Return how the run differs from the report: versions, device, sizes."""
     if named.bug is None:
         return ()
     bug, now = named.bug.bug, axis_values(named.case)

@@ -37,7 +37,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_exit_code(report: TargetReport) -> ExitCode:
-    """Return 0 when nothing has to be fixed, 3 when the target refused all layouts, 4 when only the machine failed."""
+    """Return the exit code: 0 nothing to fix, 3 the target refused all layouts, 4 only the machine failed."""
     if report.interrupted:
         return ExitCode.INTERRUPTED
     if report.nothing_ran:

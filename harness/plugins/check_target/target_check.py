@@ -128,7 +128,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_machine_failed(self) -> bool:
-        """Return True if nothing is wrong but runs that the machine ended: they say nothing of the target."""
+        """Return True if only the machine failed, which says nothing about the target."""
         return bool(self._unsound) and all(run.verdict is Verdict.INFRA for run in self._unsound)
 
 
@@ -304,7 +304,7 @@ def _facts(layout: str, model: ModelRecord) -> Built:
 
 
 def _notes(results: Iterable[CaseResult]) -> tuple[str, ...]:
-    """Return settings of torch that a target changes and that change no number of this run."""
+    """Return the torch settings that a target changes without an effect on the numbers of this run."""
     traces: list[RankTrace] = [trace for result in results if result.run is not None for trace in result.run.traces]
     changes: dict[StateChange, None] = {change: None for trace in traces for change in trace.state}
     harmless = {change.name: change for change in changes if change.name in ("deterministic algorithms", "threads")}

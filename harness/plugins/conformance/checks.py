@@ -118,7 +118,7 @@ def local_shape(
 
 
 def axis_order(placements: Placements) -> list[int]:
-    """Return mesh axes in the order in which they shard the tensor: those of `T` placements come last."""
+    """Return the mesh axes in the order in which they shard the tensor: those of `T` placements come last."""
     return sorted(range(len(placements)), key=lambda axis: (placements[axis][0] == "T", axis))
 
 

@@ -87,7 +87,7 @@ def column(check: OperatorCheck) -> str:
 
 
 def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:
-    """Return table, known deviations that occurred, and each check that is not as expected; `verbose`: or explained."""
+    """Return the table, the known deviations that occurred, and unexpected results; `verbose`: explained ones too."""
     shown = Counter(name for check in document.checks if check.status == "known" for name in check.deviations)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())

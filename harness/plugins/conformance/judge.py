@@ -124,14 +124,14 @@ def _is_uneven(check: OperatorCheck, placements: Placements) -> bool:
 
 
 def _empty_dims(check: OperatorCheck, placements: Placements) -> set[int]:
-    """Return dims of the first input of which some rank has an empty shard."""
+    """Return the dims of the first input of which some rank has an empty shard."""
     ranks = product(*(range(size) for size in check.axes))
     shapes = [local_shape(check.shape, placements, check.axes, coordinates) for coordinates in ranks]
     return {dim for shape in shapes for dim, length in enumerate(shape) if not length}
 
 
 def _is_max_over_dim(check: OperatorCheck) -> bool:
-    """Return True for `max` with a dim, which also returns indices and so gathers the dim."""
+    """True for `max` with a dim, which also returns indices and so gathers the dim."""
     return check.op == "max" and check.dim is not None
 
 
@@ -139,7 +139,7 @@ def _is_max_over_dim(check: OperatorCheck) -> bool:
     "raised", pattern=r"(amax|amin|max|aminmax)(\(\))?:? .*(Expected reduction dim|empty dimension)", link=AO_1938
 )
 def reduction_of_empty_shard(check: OperatorCheck) -> bool:
-    """Return a rank with an empty shard of the reduced dim reduces an empty tensor, which has no identity."""
+    """A rank with an empty shard of the reduced dim reduces an empty tensor, which has no identity."""
     empty = _empty_dims(check, check.inputs[0]) & set(reduced_dims(check))
     gathered = _short_dims(check, check.inputs[0], check.shape) if check.op == "aminmax" else set()
     return not _is_max_over_dim(check) and bool(empty - gathered)
@@ -159,20 +159,20 @@ def short_dim_is_gathered_for_transpose(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="aminmax mul div mm", pattern="all_gather")
 def short_dim_is_gathered(check: OperatorCheck) -> bool:
-    """Return a dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
+    """A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
     shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
     return any(_short_dims(check, *input_and_shape) for input_and_shape in zip(check.inputs, shapes, strict=False))
 
 
 @_deviation("wrong", ops="cast.bfloat16", pattern="elements differ", link=CASTS)
 def cast_before_reduction(check: OperatorCheck) -> bool:
-    """Return a cast keeps a partial sum, so every term is rounded before the reduction instead of the sum after it."""
+    """A cast keeps a partial sum, so every term is rounded before the reduction instead of the sum after it."""
     return check.dtype == "float32" and _is_partial(check, *LINEAR)
 
 
 @_deviation("raised", ops="cast.e4m3 cast.e5m2", pattern="cannot be reduced", link=CASTS)
 def float8_cast_keeps_pending(check: OperatorCheck) -> bool:
-    """Return a cast of a Partial tensor to float8 stays Partial, but no backend can reduce float8."""
+    """A cast of a Partial tensor to float8 stays Partial, but no backend can reduce float8."""
     return _is_partial(check)
 
 
@@ -230,7 +230,7 @@ def amax_gathers_beside_pending_axis(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="mul.scale", pattern="all_gather")
 def scale_pending_gathers_tensor(check: OperatorCheck) -> bool:
-    """Return a sharded tensor times a partial scalar gathers the tensor instead of reducing the scalar."""
+    """A sharded tensor times a partial scalar gathers the tensor instead of reducing the scalar."""
     return check.inputs[1] == ("Psum",) and bool(_shards(check, check.inputs[0]))
 
 

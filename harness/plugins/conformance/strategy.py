@@ -114,7 +114,7 @@ def reduced_dims(check: OperatorCheck) -> tuple[int, ...]:
 
 
 def own_partial(check: OperatorCheck, output: int) -> str | None:
-    """Return Partial placement of an output after the operator reduced a sharded dim; None if it must not be Partial.
+    """Return the Partial placement of an output after the operator reduced a sharded dim; None if it must not.
 
     Indices of `max` cannot be reduced, and a scale needs the reduced amax.
     """
@@ -213,7 +213,7 @@ def _amax_bytes(check: OperatorCheck, placements: Placements, source: Placements
 def _paths(
     source: Placements, shape: tuple[int, ...], axes: tuple[int, ...], element: int, wanted: tuple[frozenset[str], ...]
 ) -> Mapping[Placements, float]:
-    """Return bytes to reach every placement from `source`, by Dijkstra's algorithm.
+    """Return the bytes to reach every placement from `source`, by Dijkstra's algorithm.
 
     Sharding a replicated tensor is free, and comes last: it must not make an earlier reduction cheaper.
     """
@@ -271,7 +271,7 @@ def _replaced(here: Placements, axis: int, placement: str) -> Placements:
 
 
 def _is_innermost(here: Placements, axis: int, dim: int) -> bool:
-    """Return a dim that several axes shard is gathered from the rightmost axis first."""
+    """Gather a dim that several axes shard from the rightmost axis first."""
     return all(shard_dim(placement) != dim for placement in here[axis + 1 :])
 
 

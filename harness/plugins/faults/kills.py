@@ -35,7 +35,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def scores(headlines: Iterable[tuple[FaultClass, Iterable[str]]]) -> dict[FaultClass, Counter[str]]:
-    """Return of every class how many headlines there are, are right about place and cause, and are misleading.
+    """Return for every class how many headlines there are, are right about place and cause, and mislead.
 
     `headlines`: the class of each, and what it misnames.
     """
@@ -57,7 +57,7 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def scores(self) -> dict[FaultClass, Counter[str]]:
-        """Return how right the headlines of every class are."""
+        """Return a table of how many headlines of every class are right."""
         kills = ((all_faults()[name].group, kill) for name, cases in self.found.items() for kill in cases.values())
         return scores((group, kill.misnamed) for group, kill in kills if kill.misnamed is not None)
 

@@ -129,7 +129,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def undetected(self) -> tuple[Trial, ...]:
-        """Return trials of faults that must be detected and were not."""
+        """Return the trials of faults that must be detected and were not."""
         return tuple(trial for trial in self.trials if trial.is_proof and not trial.detected)
 
     @property
@@ -139,7 +139,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores(self) -> dict[FaultClass, Counter[str]]:
-        """Return how right the headlines of every class are."""
+        """Return a table of how many headlines of every class are right."""
         return scores((trial.group, trial.misnamed or ()) for trial in self.scored if trial.group is not None)
 
     @property
@@ -149,7 +149,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def not_reached(self) -> tuple[Trial, ...]:
-        """Return trials of faults that did not reach the target."""
+        """Return the trials of faults that did not reach the target."""
         return tuple(trial for trial in self.trials if trial.not_reached)
 
     @property
@@ -159,7 +159,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hosts_among(project: Project, faults: Sequence[Fault], query: Query, *, at_most: int) -> Hosts:
-    """Return cases to plant every fault in: the cheapest that `query` selects, or the catalogue's, on its target."""
+    """Return the cases to plant every fault in: the cheapest of `query`, or the catalogue's, on its target."""
     known = known_here(project)
     if msgspec.structs.replace(query, target=None) == Query():
         usual = {fault.name: trained_by(query.target, fault.hosts()) for fault in faults}

@@ -65,7 +65,7 @@ REASONS = {
 
 
 def value_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
-    """Return calls that a GPU takes, whose results are compared. Ids are unique."""
+    """Return the calls that a GPU takes, whose results are compared. Ids are unique."""
     blocks = _blocks() if capability >= BLOCKS_FROM else ()
     return tuple(dict.fromkeys((*_tensorwise(), *_rowwise(), *_special(), *blocks)))
 

@@ -74,7 +74,7 @@ class Work(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Return ranks that run at the same time: devices of this machine, or slots of its CPU."""
+        """Return the number of ranks that run at the same time: devices of this machine, or slots of its CPU."""
         return self.plan.capacity.largest
 
     @property
@@ -184,7 +184,7 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
 
 
 def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tuple[tuple[Case, ...], tuple[str, ...]]:
-    """Return cases of this level among those that are asked for, by default those of small tiers, and what is left out.
+    """Return the requested cases of this level (default: those of small tiers), and what is left out.
 
     Raises `NothingSelected` where none is left.
     """
@@ -322,7 +322,7 @@ def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]
 
 
 def _noise(work: Work, cases: Sequence[Case]) -> LevelOutcome:
-    """Return distances to BF16 over seeds, of up to two layouts of every kind of case that has no recorded fault."""
+    """Return the distances to BF16 over seeds, for up to two layouts of every kind of case without a recorded fault."""
     chosen = noise.over_seeds(noise.measured_cases(cases, layouts=2, known=known_here(work.project)), work.seeds)
     if not chosen:
         return LevelOutcome((), ("noise: not measured, without seeds or without a case to measure",))
@@ -373,7 +373,7 @@ def _bits(work: Work, cases: Sequence[Case], judged: Sequence[CaseResult]) -> li
 
 
 def _curve(result: CaseResult) -> tuple[tuple[float, float], ...]:
-    """Return loss and gradient norm of every step of every rank; empty if a rank did not finish."""
+    """Return the loss and gradient norm of every step of every rank; empty if a rank did not finish."""
     traces = result.run.traces if result.run is not None and result.run.complete else ()
     return tuple((step.loss, step.grad_norm) for trace in traces for step in trace.steps)
 

@@ -133,7 +133,7 @@ def _remove(repository: Path, folder: Path) -> None:
 
 
 def has_target(revision: Revision, worktree: Path, root: Path) -> bool:
-    """Return False for a target that the revision has not got yet."""
+    """Return False if the revision does not have the target yet."""
     folders = _folders(revision, worktree, root)
     if revision.target in targets():
         return True

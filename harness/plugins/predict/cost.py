@@ -252,12 +252,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> int:
-        """Return bytes that live between steps."""
+        """Return the bytes that live between steps."""
         return self.parameters + self.buffers + self.optimizer
 
     @property
     def before_backward(self) -> int:
-        """Return bytes between forward and backward: exact."""
+        """Return the bytes between forward and backward: exact."""
         return self.state + self.saved + self.kept
 
     @property
@@ -304,7 +304,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
 
 
 def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
-    """Return elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
+    """Return the elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
     padded = own = 0
     places = coordinates(case.layout, rank) | expert_coordinates(case.layout, rank)
     for unit in units:
@@ -315,7 +315,7 @@ def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
 
 
 def _attention_bytes(case: Case) -> int:
-    """Return output and logsumexp of attention in every block that `selective_op` wraps."""
+    """Return the output and logsumexp of attention in every block that `selective_op` wraps."""
     if case.checkpointing.mode != "selective_op":
         return 0
     query = local_features(case, "attention.wq")[1] * ITEM_BYTES[case.train.dtype]

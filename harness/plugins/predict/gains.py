@@ -174,7 +174,7 @@ def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
 
 
 def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine) -> Variant:
-    """Return what a way to train is predicted to bring."""
+    """Return the predicted gain of a way to train."""
     judged = replace(case, compile="none") if case.float8.traits.in_blocks else case  # no CPU generates its casts
     in_bf16 = exclusions(replace(judged, float8=Float8()))  # rules that are about the harness, not about FP8
     rule = next((rule for rule in exclusions(judged) if rule not in in_bf16), expected_refusal(case))
@@ -195,7 +195,7 @@ def compiled(case: Case) -> Case:
 
 
 def conversions(case: Case, machine: Machine) -> tuple[Conversion, ...]:
-    """Return every linear in block order, then the output layer. A linear that is kept is costed as if converted."""
+    """Return every linear in block order, then the output layer. An unconverted linear is costed as if converted."""
     converted = replace(case, float8=replace(case.float8, output_layer=True, filter_fqns=()))
     pairs: defaultdict[str, list[tuple[Gemm, Gemm]]] = defaultdict(list)
     for pair in zip(gemms(replace(case, float8=Float8())), gemms(converted), strict=True):
@@ -309,7 +309,7 @@ def timed_case(case: Case, *, warmup: int, steps: int) -> Case:
 def measure_speed(
     project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, pairs: int, warmup: int
 ) -> tuple[tuple[CaseSpeed, ...], RunResult]:
-    """Return speed of every case, up to its first job that is not good, and all results, which are stored as a run."""
+    """Return the speed of every case, up to its first failed job, and all results, which are stored as a run."""
     plan = replace(plan.serving(cases), probed=False)
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]
@@ -394,7 +394,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def t_quantile(degrees: int) -> float:
-    """Return quantile of Student's t that 95 % lie within on both sides: the expansion 26.7.5 of Abramowitz and Stegun.
+    """Return the quantile of Student's t for a two-sided 95 % interval: expansion 26.7.5 of Abramowitz and Stegun.
 
     Within 1 % of the exact value from 2 degrees of freedom on.
     """

@@ -328,7 +328,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differs(self) -> bool:
-        """Return True if they are farther apart, and no recorded fault explains it."""
+        """Return True if they are further apart, and no recorded fault explains it."""
         return abs(self.formula - self.found) > self.slack and not self.known
 
 
@@ -400,7 +400,7 @@ def _compared(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
 
 
 def _formulas(case: Case, rank: int) -> Counter[str]:
-    """Return calls and bytes of collectives, matmuls by shape, and FLOPs, in words."""
+    """Return the calls and bytes of collectives, matmuls by shape, and FLOPs, in words."""
     wanted: Counter[str] = Counter()
     for term in expected_transfers(case, step=2, rank=rank, changes=installed_changes()):
         wanted[f"calls of {term.words}"] += term.times

@@ -108,17 +108,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_bytes_s(self) -> float:
-        """Return bytes per second of kernels that read and write contiguously."""
+        """Return the bytes per second of kernels that read and write contiguously."""
         return self.peak.memory_tb_s * 1e12 * self.rates.memory
 
     @property
     def link_bytes_s(self) -> float:
-        """Return bytes per second of a collective within a node, in one direction."""
+        """Return the bytes per second of a collective within a node, in one direction."""
         return self.peak.link_gb_s * 1e9 / 2 * self.rates.link
 
     @property
     def network_bytes_s(self) -> float:
-        """Return bytes per second and device of a collective between nodes, in one direction."""
+        """Return the bytes per second and device of a collective between nodes, in one direction."""
         return self.network_gb_s * 1e9 * self.rates.network
 
     def matmul_flops_s(self, precision: str) -> float:
@@ -211,21 +211,21 @@ def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
 
 
 def sent_bytes(transfer: Transfer, layout: Layout) -> float:
-    """Return bytes that a rank sends in all executions of a transfer, by ring algorithms."""
+    """Return the bytes that a rank sends in all executions of a transfer, by ring algorithms."""
     ranks = group_size(layout, transfer.axis)
     whole = transfer.payload_bytes * {"all_gather": ranks, "all_reduce": 2}.get(transfer.kind, 1)
     return whole * (ranks - 1) / ranks
 
 
 def transfer_s(transfer: Transfer, layout: Layout, machine: Machine) -> float:
-    """Return seconds of all executions of a transfer on one rank, without contention."""
+    """Return the seconds of all executions of a transfer on one rank, without contention."""
     sent_s = sent_bytes(transfer, layout) / axis_bytes_s(layout, transfer.axis, machine)
     return sent_s + transfer.times * machine.rates.collective_us * 1e-6
 
 
 @functools.lru_cache(maxsize=1024)
 def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
-    """Return bytes per second that a rank of a group along this axis can send.
+    """Return the bytes per second that a rank of a group along this axis can send.
 
     The ranks of a group in one node pass on what the network brings, so a group that spans nodes has the network of as
     many devices as it has in a node.
@@ -238,14 +238,14 @@ def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
 
 
 def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
-    """Return True if some group along the axis is not inside of one node. Nodes have consecutive ranks."""
+    """Return True if a group along the axis spans nodes. Nodes have consecutive ranks."""
     span = _stride(layout, axis) * group_size(layout, axis)
     return layout.world_size > gpus_per_node and gpus_per_node % span != 0
 
 
 @functools.lru_cache(maxsize=1024)
 def group_size(layout: Layout, axis: str) -> int:
-    """Return ranks of a group along an axis, or along several that are joined by "+"."""
+    """Return the ranks of a group along an axis, or along several that are joined by "+"."""
     axes = _axes(layout, axis)
     return math.prod(mesh_with(layout, axes)[name] for name in axes)
 

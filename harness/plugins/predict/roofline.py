@@ -81,7 +81,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predicted_step(case: Case, machine: Machine) -> Step:
-    """Return the time of a step of the case; what no part has is a share of the same step in BF16."""
+    """Return the time of a step; time that belongs to no part is a share of the BF16 step."""
     twin = _parts(replace(case, float8=Float8()), machine)
     return replace(_parts(case, machine) if case.float8.enabled else twin, other_s=machine.rates.other * twin.total_s)
 
@@ -115,7 +115,7 @@ def _parts(case: Case, machine: Machine) -> Step:
 
 
 def gemm_s(gemm: Gemm, machine: Machine) -> float:
-    """Return seconds of all executions of a matmul on one rank."""
+    """Return the seconds of all executions of a matmul on one rank."""
     return gemm.executions * once_s(gemm, machine)
 
 
@@ -130,7 +130,7 @@ def once_s(gemm: Gemm, machine: Machine) -> float:
 
 
 def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine, *, launches: float = 1) -> float:
-    """Return seconds of one matmul [m, k] x [k, n] that writes bfloat16: the longest of compute, memory and launch."""
+    """Return the seconds of one matmul [m, k] x [k, n] to bfloat16: the longest of compute, memory and launch."""
     rate = machine.matmul_flops_s(precision)
     for size in (m, n, k):
         rate *= size / (size + machine.rates.half_speed_size)
@@ -176,7 +176,7 @@ def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machi
 
 
 def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
-    """Return seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
+    """Return the seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
     sent = [transfer for transfer in transfers if not _is_waited_for(transfer)]
     times = [transfer_s(transfer, case.layout, machine) for transfer in sent]
     pairs = zip(sent, times, strict=True)
@@ -190,7 +190,7 @@ def _is_waited_for(transfer: Transfer) -> bool:
 
 
 def _dispatch_s(case: Case, machine: Machine) -> float:
-    """Return seconds in which the host launches an eager step. A compiled one launches few kernels."""
+    """Return the seconds in which the host launches an eager step. A compiled one launches few kernels."""
     if case.compile != "none":
         return 0.0
     converted = sum(is_converted(case, fqn) for fqn in linear_fqns(case))

@@ -342,7 +342,7 @@ def _step_bars(gains: Gains) -> Iterator[str]:
 
 
 def linear_row(linear: Conversion) -> tuple[str, ...]:
-    """Return the row of a linear of all blocks: whether it is converted, its milliseconds and its gain."""
+    """Return the row of a linear: whether it is converted, its milliseconds and its gain."""
     kept = "refused" if linear.converted and linear.refused else "yes" if linear.converted else "kept"
     times = map(_short, (linear.bf16_ms, linear.float8_ms, linear.cast_ms + linear.padding_ms))
     return f"{linear.name} x{linear.count}", kept, *times, f"{linear.gain:.2f}"

@@ -212,7 +212,7 @@ def _group(
 
 
 def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]:
-    """Return cases whose verdict is what moved come first, those with another verdict for another cause last."""
+    """Return a sort key: cases whose verdict moved come first, those with another verdict for another cause last."""
     before, after = sides.verdicts(reason.case or "")
     is_moved = before != after
     return not (is_moved and Topic.VERDICT in reason.topics), is_moved, sides.cost(reason.case or "")

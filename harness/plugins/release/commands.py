@@ -237,8 +237,8 @@ _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and resu
 @click.option("--versions", metavar="PACKAGE=V1,V2", help="Run these cases with each version; compare V1 and the last.")
 @click.option("--required", metavar="FILE", type=options.FILE, help=_REQUIRED)
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
-@click.option("--strict", is_flag=True, help="Cases that failed before gate too.")
-@click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
+@click.option("--strict", is_flag=True, help="Also gate on cases that failed before.")
+@click.option("--gate-times", is_flag=True, help="Also gate on times measured on a CPU.")
 @versions_parameter
 @options.json_option("the answer")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=options.OUTPUT, help="Write the answer as markdown.")
@@ -261,7 +261,7 @@ def compare_command(  # noqa: PLR0913  one parameter an option
 ) -> int:
     """Decide GO or NO-GO: is run B as good as run A? Lists every reason, most severe first.
 
-    NOT COMPARED where no case is good in both, both ran none of the same cases, or no check checked them.
+    NOT COMPARED if the runs share no case, no case is good in both, or no check covered them.
 
     With --versions the cases are run, and --select and -o are as in other commands that run cases.
     """

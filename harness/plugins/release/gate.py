@@ -95,7 +95,7 @@ def gate(
     goldens: cases.Goldens = lambda case_id: None,
     words: Sequence[str] = (),
 ) -> Gate:
-    """Return answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
+    """Return the answer. `names` are those of the two sides, `goldens` finds the project's golden for a case.
 
     `words` are the options by which `bug repro --with` finds the environments of the two sides.
     """
@@ -138,7 +138,7 @@ def gate(
 
 
 def _judged(reason: Reason, terms: GatePolicy) -> Reason:
-    """Return reason, waived where its case is quarantined or its kind is allowed; an expired quarantine is a detail."""
+    """Return the reason, waived if its case is quarantined or its kind allowed; an expired quarantine is a detail."""
     if reason.kind.topic is not None:
         reason = msgspec.structs.replace(reason, topics=(reason.kind.topic,))
     if not reason.gates:

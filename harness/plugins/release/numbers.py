@@ -268,7 +268,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def times(sides: Sides) -> Times | None:
-    """Return times of the cases that are good on both sides at the first attempt; None if they cannot be compared."""
+    """Return the times of the cases that are good on both sides at the first attempt, or None."""
     before, after = sides.environments
     if (before.device, before.cpu, before.threads) != (after.device, after.cpu, after.threads) or not before.device:
         return None

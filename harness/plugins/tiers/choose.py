@@ -135,7 +135,7 @@ class CheapCover:
         return _Cell(index, row)
 
     def _costs_of_values(self, index: int) -> dict[tuple[int, int], float]:
-        """Return CPU seconds of some cell with each value: an indication, not a bound."""
+        """Return the CPU seconds of some cell with each value: an indication, not a bound."""
         space = self._spaces[index]
         rows = {
             (factor, value): space.complete({factor: value}, self._avoid[index])
@@ -189,7 +189,7 @@ class _Chosen:
 
     @property
     def cost_s(self) -> float:
-        """Return CPU seconds of all cells with the references that they need."""
+        """Return the CPU seconds of all cells with the references that they need."""
         prices = [self._cover.price(cell) for cell in self.cells]
         shared: dict[str, float] = {}
         for price in prices:
@@ -199,7 +199,7 @@ class _Chosen:
         )
 
     def marginal_s(self, cell: _Cell, *, included: bool) -> float:
-        """Return CPU seconds that a cell adds to all others; `included`: it is one of the set."""
+        """Return the CPU seconds that a cell adds to all others; `included`: it is one of the set."""
         price = self._cover.price(cell)
         others = 1 if included else 0
         alone = (

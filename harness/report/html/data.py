@@ -140,7 +140,7 @@ def _facts(case: CaseResult) -> Iterator[tuple[str, str]]:
 
 
 def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
-    """Return the findings. `effect`: likely an effect of those before it."""
+    """Return the findings. `effect`: probably an effect of earlier ones."""
     split = first_effect(findings)
     return tuple(
         {"rule": finding.rule, "message": finding.message, "effect": split is not None and number >= split}

@@ -77,7 +77,7 @@ def _sending(kind: str, at: int) -> Callable[..., None]:
 
 
 def _op_name(boxed: Boxed) -> str:
-    """Return a PREMUL_SUM counts as a sum: its factor cannot be read here."""
+    """Return the name of a reduction; PREMUL_SUM counts as a sum, because its factor cannot be read here."""
     op = ReduceOp.RedOpType(boxed.op())
     return "sum" if op == ReduceOp.PREMUL_SUM else op.name.lower()
 

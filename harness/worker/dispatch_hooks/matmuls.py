@@ -87,7 +87,7 @@ def _after(result: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tenso
 def _first(
     a: Tensor, b: Tensor, scale_a: list[Tensor], _: object, __: object, scale_b: list[Tensor], *___: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the operands of the second version. What it names beside is in the scales: their shape and dtype."""
+    """Return the operands of the second version. Its other arguments follow from the shape and dtype of the scales."""
     return a, b, scale_a[0], scale_b[0]
 
 

@@ -168,7 +168,7 @@ class Replay:
 
 
 def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, float]]:
-    """Return distance of a tensor, or of the part of it that is furthest off, and that of what every rank has of it.
+    """Return the distance of a tensor, or of its worst part, and the distance of each rank's part.
 
     That of a replica is NaN where its bits are neither those of the one that is compared nor those of the replay.
     """
@@ -212,7 +212,7 @@ class _ModuleBoundary:
         self.calls = 0  # in this step, those that are complete
 
     def before_pieces(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return all pieces are spread at once: what several linears read is not the same tensor piece by piece."""
+        """Spread all pieces at once: piece by piece, several linears would not read the same tensor."""
         return (self.watching.spread(args[0], self.ranks.count), *args[1:])
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

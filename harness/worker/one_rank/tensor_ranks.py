@@ -392,7 +392,7 @@ _ALIGNED = 16  # what a scaled matmul contracts must be a multiple of it
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Return rows of float8, contiguous, with zeros behind them up to the next size that can be multiplied."""
+    """Return contiguous float8 rows, padded with zeros to the next size that can be multiplied."""
     padding = -rows.shape[1] % _ALIGNED
     return F.pad(rows.contiguous().view(torch.uint8), (0, padding)).view(rows.dtype)
 

@@ -275,7 +275,7 @@ def _nonfinite(magnitudes: Array, first: int) -> int:
 
 
 def _mismatched(expected: torch.Tensor, cast: HostCast) -> int:
-    """Return bytes that differ; a result of another shape is wrong in every element."""
+    """Return the bytes that differ; a result of another shape is wrong in every element."""
     if expected.shape != cast.shape:
         return max(expected.numel(), cast.shape.numel())
     right, found = bytes_of(expected, transposed=cast.transposed), cast.data

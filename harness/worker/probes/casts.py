@@ -223,7 +223,7 @@ class Lifetimes:
         self._frozen = {clean_fqn(name).rpartition(".")[0] for name in frozen}
 
     def begin(self, step: int, fqn: str, phase: CastPhase) -> Pass:
-        """Return a module is called."""
+        """Return the record of a module call."""
         if fqn == UNKNOWN:
             return Pass(step, fqn, phase, 0)
         self._calls[fqn, phase] += 1

@@ -298,7 +298,7 @@ def _forms(tensor: Tokens, length: int) -> list[Tokens]:
 
 
 def _covered(given: Tokens, seen: Sequence[Tokens]) -> float:
-    """Return share of the neighboring tokens of `given` that are neighbors along a dim of something that was seen."""
+    """Return the share of neighboring tokens of `given` that are neighbors along a dim of something that was seen."""
     wanted = set(_neighbors(given))
     seen_pairs = {pair for tensor in seen for form in (tensor, tensor.T) for pair in _neighbors(form)}
     return len(wanted & seen_pairs) / len(wanted) if wanted else 1.0

@@ -203,7 +203,7 @@ class _Repetition(torch.fx.Interpreter):
         return call.result if call else node.target(*args, **kwargs)
 
     def _take(self, operator: str, *operands: torch.Tensor) -> _Called | None:
-        """Return call of the code with these operands: of those with such operands, the one with most equal bytes."""
+        """Return the call with these operands: of calls with such operands, the one with most equal bytes."""
         fitting = [call for call in self._called if call.fits(operator, operands)]
         if not fitting:
             return None

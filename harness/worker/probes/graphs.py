@@ -308,7 +308,7 @@ def _index(flat: int, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    """Return results of matmuls; the gathered operand too, where it is returned and can be a matmul's input again."""
+    """Return the results of matmuls, and the gathered operand if it is returned and can be a matmul's input again."""
     return [leaf for leaf in tree_leaves(result) if leaf is not None]
 
 

@@ -76,7 +76,7 @@ class ModuleTensorProbe(Probe):
                 module.register_forward_hook(hooks.after, prepend=not outside)
 
     def _with_place(self, seen: _Seen) -> torch.Tensor | None:
-        """Return tensor, which says what part of the logical one it is: between blocks, sequence shards are plain."""
+        """Return the tensor with its place in the logical one: between blocks, sequence shards are plain."""
         mesh, tensor = self._of_sequence.get(seen.fqn), seen.tensor
         if mesh is None or tensor is None or isinstance(tensor, DTensor):
             return tensor

@@ -382,7 +382,7 @@ class OperandProbe(Probe):
 
 
 def _forward_phase() -> Phase:
-    """Return a forward that runs inside of a backward pass is a recomputation."""
+    """Count a forward that runs inside a backward pass as a recomputation."""
     return "evaluation" if PROCESS.evaluating else "recompute" if in_backward() else "forward"
 
 

@@ -123,7 +123,7 @@ class Census:
         )
 
     def _alive(self, explained: Collection[int]) -> list[_Live]:
-        """Return storages with memory unexplained. What a wrapper such as a DTensor holds is its own object."""
+        """Return the storages with memory unexplained. What a wrapper such as a DTensor holds is its own object."""
         objects = self._searched()
         tensors: list[torch.Tensor] = [candidate for candidate in objects if type(candidate) not in _MESHES]
         hidden = {id(plain) for owned in tensors if is_owned(owned) for plain in plain_tensors(owned)}

@@ -50,7 +50,7 @@ def _adam(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tu
 
 
 def _sgd(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tuple[Values, Values]]:
-    """Return the same of SGD."""
+    """Return the expected SGD update."""
     momentum = options["momentum"]
     decayed = options["weight_decay"] * was["param"]
     grad = was["grad"] * (-1 if options["maximize"] else 1) + decayed
@@ -179,7 +179,7 @@ def _read(optimizer: Optimizer, *, states: bool = True) -> dict[tuple[int, ...],
 
 
 def _is_laid_out_as_its_gradient(param: torch.Tensor) -> bool:
-    """Return False for one without a gradient, and where the optimizer has to sum its parts first."""
+    """Return False without a gradient, or if the optimizer has to sum its parts first."""
     grad, held = param.grad, unwrapped(param)
     if isinstance(grad, DTensor):
         return isinstance(held, DTensor) and grad.placements == held.placements
@@ -187,7 +187,7 @@ def _is_laid_out_as_its_gradient(param: torch.Tensor) -> bool:
 
 
 def _values(tensors: list[torch.Tensor], sizes: list[int]) -> Values:
-    """Return so many values of each, spread out; one that is single stands for all."""
+    """Return this many values of each, spread out; a single value stands for all."""
     flat = [local_shard(tensor).reshape(-1) for tensor in tensors]
     parts = [
         part.expand(size) if part.numel() == 1 else part[:: max(1, part.numel() // _SAMPLES)][:size]

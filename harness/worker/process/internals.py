@@ -60,7 +60,7 @@ def require(*parts: str) -> None:
 
 
 def lost_records(asked: Collection[str]) -> dict[str, str]:
-    """Return fields of `RankTrace`, of those that are asked for, that cannot be recorded here, each with the reason."""
+    """Return the requested fields of `RankTrace` that cannot be recorded here, each with the reason."""
     return {
         part.record: gaps(name)[0].line(part.without)
         for name, part in read_parts().items()
@@ -156,7 +156,7 @@ def _sets(kind: type, name: str) -> bool:
 
 
 def _annotations(kind: type) -> Collection[str]:
-    """Return attributes that a class annotates itself: from Python 3.14 on, `vars` of the class does not have them."""
+    """Return the attributes that a class annotates itself: since Python 3.14, `vars` of the class lacks them."""
     if sys.version_info >= (3, 14):
         import annotationlib
 

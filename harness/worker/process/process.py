@@ -100,7 +100,7 @@ class Process:
 
     @property
     def installed(self) -> tuple[str, ...]:
-        """Return names of all that was installed, sorted."""
+        """Return the sorted names of all that was installed."""
         return tuple(sorted(self._installed))
 
 

@@ -121,7 +121,7 @@ def require_process_group(where: str) -> None:
 
 
 def require_result(result: Any) -> tuple[Any, Any]:
-    """Return loss and gradient norm that `step` returned. Raises TargetMisfit for anything else."""
+    """Return the loss and gradient norm that `step` returned. Raises TargetMisfit for anything else."""
     if not (isinstance(result, tuple) and len(result) == 2):
         returned = f"{_kind(result)} of {len(result)}" if isinstance(result, tuple | list) else _kind(result)
         raise TargetMisfit(

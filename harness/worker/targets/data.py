@@ -173,7 +173,7 @@ def _bound_of(fqn: str, case: Case, is_embedding: bool) -> float | None:
 
 
 def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Return number of rows of a parameter as a 1-tuple, without the padding rows of a vocabulary; () for a scalar."""
+    """Return the number of rows of a parameter as a 1-tuple, without padding of a vocabulary; () for a scalar."""
     if not shape:
         return ()
     padded = model.padded_vocab_size

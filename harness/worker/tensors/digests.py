@@ -90,7 +90,7 @@ class Content:
         return self._digest
 
     def is_same(self, other: Self) -> bool:
-        """Return True for the same bytes; told by digests, which take longer, where they are not there any more."""
+        """Return True if the bytes are equal; if they are gone, digests decide, which takes longer."""
         if self.data and other.data:
             return self.data == other.data
         return self is other or self.digest == other.digest

@@ -114,6 +114,6 @@ def unwrapped(tensor: Any) -> Any:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Return True for a weight that torchao's `quantize_` has wrapped for MXFP8, or of experts."""
+    """Return True for a weight that torchao's `quantize_` wrapped, for MXFP8 or experts."""
     wrapper = sys.modules.get("torchao.prototype.moe_training.tensor")  # imported where something is converted to MXFP8
     return wrapper is not None and isinstance(tensor, wrapper.TrainingWeightWrapperBaseTensor)

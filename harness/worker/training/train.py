@@ -277,7 +277,7 @@ def _peak_memory_bytes(device: torch.device) -> int:
 
 
 def software() -> dict[str, str]:
-    """Return versions of the packages that determine the numbers."""
+    """Return the versions of the packages that determine the numbers."""
     return {
         "torch": str(torch.__version__),
         "torchao": str(torchao.__version__),

@@ -69,7 +69,7 @@ def _install_transport(backend: Backend) -> None:
 
 
 def _over_fabric() -> torch.library.Library:
-    """Return groups of the shared-memory backend. Those of another backend keep the kernels of torch: a target may have
+    """Return the groups of the shared-memory backend. Other backends keep torch's kernels: a target may have
     gloo's.
     """
     library = torch.library.Library("c10d", "IMPL")

@@ -93,7 +93,7 @@ def unswizzled_scales(
 
 
 def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """Return scales [rows, blocks] of what the hardware reads: tiles of 128 rows by 4 blocks, each as 32 x 16 (32_4_4).
+    """Return the scales [rows, blocks] from the hardware's layout: tiles of 128 rows by 4 blocks, as 32 x 16 (32_4_4).
 
     Source: https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
     """
@@ -194,7 +194,7 @@ _RECIPES = {(_TENSOR, _TENSOR), (_ROW, _ROW), (_MX, _MX), (_SLICE, _SLICE), (_SL
 
 
 def into(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return kernel that writes to `out`, in its dtype unless another is given. Compiled graphs call this variant."""
+    """Return the kernel that writes to `out`, in its dtype unless another is given. Compiled graphs call it."""
     signature = inspect.signature(kernel)
 
     def with_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ def full_inputs(check: OperatorCheck) -> list[Tensor]:
 
 
 def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
-    """Return arguments of the operator: plain tensors without a mesh, DTensors with one; float8 if it needs float8."""
+    """Return the arguments of the operator: plain tensors without a mesh, DTensors with one; float8 if needed."""
     placed = zip(full, check.inputs, strict=True)
     if check.op.startswith("f8."):
         return [_float8(check, index, value, mesh, placements) for index, (value, placements) in enumerate(placed)]
@@ -441,7 +441,7 @@ class Meter:
 
 
 def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
-    """Return bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
+    """Return the bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
     if kind == "all_to_all":
         payload_bytes -= 8 * size  # the backend also sends a table of the splits
     factors = {

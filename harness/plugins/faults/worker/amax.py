@@ -118,7 +118,7 @@ amax_without_abs = partial(_amax, lambda stock, x, *rest: stock(torch.clamp(x, m
 
 @planted(_amax)
 def amax_over_half_of_the_rows(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return the amax covers the first half of the rows, as if the tensor were cast before the rest is gathered."""
+    """Compute the amax over the first half of the rows, as if the tensor were cast before the rest is gathered."""
     tensorwise = len(rest) < 3 or rest[2] is ScalingGranularity.TENSORWISE
     return stock(x[: max(1, x.size(0) // 2)] if tensorwise else x, *rest)
 

@@ -78,7 +78,7 @@ def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callab
 
 @planted(_partial_activations, lambda total, tensor, size: tensor)
 def partial_output_not_reduced(total: Any, tensor: torch.Tensor, size: int, chunk: Any) -> torch.Tensor:
-    """Return the partial output of a row-parallel linear is used unreduced, without what the other ranks computed."""
+    """Use the partial output of a row-parallel linear without reducing it over the other ranks."""
     mine = torch.zeros_like(tensor)
     chunk(mine).copy_(chunk(tensor))
     return total(mine)

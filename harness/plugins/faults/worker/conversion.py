@@ -155,7 +155,7 @@ filter_sees_single_modules = partial(_filter, lambda stock, by_fqn: lambda modul
 
 @planted(_filter)
 def one_rank_leaves_a_linear_out(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
-    """Return one rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
+    """Leave the second linear of the first MLP in high precision on one rank, which numbers layers differently."""
     name = _module_name(hooks.narrowing_linear(by_fqn))
     left_out = next(fqn for fqn in by_fqn if _module_name(fqn) == name)
     return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)

@@ -88,7 +88,7 @@ def abs_saved_for_backward(stock: Any, saved: Any, *args: Any, **kwargs: Any) ->
 
 
 class _Keep(torch.autograd.Function):
-    """Returns the first tensor and saves the second for backward."""
+    """Return the first tensor and save the second for backward."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

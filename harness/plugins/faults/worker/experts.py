@@ -73,7 +73,7 @@ def another_choice_in_recompute(stock: Any, router: Router, *args: Tensor) -> An
 
 @planted(wrap, parallel, "block_plan")
 def router_gradient_not_reduced_over_tp(stock: Any, *args: Any, **options: Any) -> Any:
-    """Return every TP rank trains the router on the tokens of its part of the sequence."""
+    """Train the router of every TP rank on the tokens of its part of the sequence."""
     return {name: style for name, style in stock(*args, **options).items() if name != "moe.router.gate"}
 
 

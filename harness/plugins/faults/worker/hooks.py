@@ -173,13 +173,13 @@ def _role_of(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def in_forward_of(wanted: Callable[[Float8Linear], bool]) -> Callable[[], bool]:
-    """Returns a function that says whether the forward of a Float8Linear runs that was `wanted` when it began."""
+    """Return a function that says whether the forward of a Float8Linear runs that was `wanted` when it began."""
     running = running_linear(wanted)
     return lambda: running() is not None
 
 
 def running_linear(wanted: Callable[[Float8Linear], bool] = lambda _: True) -> Callable[[], Float8Linear | None]:
-    """Returns a function that gives the Float8Linear whose forward runs, if it was `wanted` when that began."""
+    """Return a function that gives the Float8Linear whose forward runs, if it was `wanted` when that began."""
     running: list[Float8Linear | None] = [None]
 
     def forward(stock: Any, linear: Float8Linear, x: torch.Tensor) -> torch.Tensor:

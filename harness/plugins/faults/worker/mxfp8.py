@@ -130,7 +130,7 @@ def scale_of_64_values(blocks: torch.Tensor) -> torch.Tensor:
 
 @planted(_amaxes)
 def last_block_taken_for_padded(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the kernel masks the second half of the last block of a row."""
+    """Mask the second half of the last block of a row."""
     amax = _amax(blocks)
     amax[:, -1] = _amax(blocks[:, -1, : BLOCK // 2])
     return amax
@@ -281,7 +281,7 @@ def _padded(scales: torch.Tensor) -> torch.Tensor:
 
 @planted(wrap, Partial, "_reduce_shard_value")
 def partial_output_of_one_rank_lost(stock: Any, self: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return one rank adds nothing to the output of row-parallel linears, whose sum is scattered over the sequence."""
+    """Leave one rank out of the output of row-parallel linears, whose sum is scattered over the sequence."""
     is_output = type(self) is Partial  # not of an embedding
     return stock(self, torch.zeros_like(tensor) if is_output and on_odd_rank() else tensor, *args)
 

@@ -142,7 +142,7 @@ pipeline_reduces_every_microbatch = partial(
 
 @planted(wrap, build, "part_of_rank")
 def stages_hold_each_others_blocks(stock: Any, model: Any, case: Any, rank: int) -> Any:
-    """Return the blocks of a stage are those of the stage on the other side of the pipeline."""
+    """Give a stage the blocks of the stage at the other end of the pipeline."""
     part = stock(model, case, rank)
     last = case.model.shape.layers - 1
     part.layers = nn.ModuleDict({f"{last - int(name)}": block for name, block in part.layers.items()})
@@ -272,7 +272,7 @@ loss_averaged_over_stages = partial(hooks.wrap_result, build, "global_loss", lam
 
 @planted(wrap, _PipelineStageBase, _RECEIVED[0])
 def receive_buffer_reused_before_backward(stock: Any, stage: Any, number: int) -> Any:
-    """Return the buffer of a microbatch gets what the next one receives, while its backward has yet to read it."""
+    """Overwrite the buffer of a microbatch with the next one before its backward has read it."""
     received = stock(stage, number)
     for mine, before in zip(received, stage.args_recv_info.get(number - 1, ()), strict=False):
         if isinstance(mine, Tensor) and before.buffer is not None:

@@ -70,7 +70,7 @@ _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weigh
 
 
 def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any) -> Trainer.Config:
-    """Return configuration that a user of torchtitan would write for this case. Raises ValueError where none exists.
+    """Return the configuration that a user of torchtitan would write for this case. ValueError if none exists.
 
     `parts` replace what reads files or needs an accelerator: tokenizer, data loader and metrics.
     """
@@ -345,7 +345,7 @@ class _Loss(CrossEntropyLoss):  # type: ignore[misc]
             return super().__call__(self._masked(pred), *args, **options)
 
     def _masked(self, pred: torch.Tensor) -> torch.Tensor:
-        """Return logits [batch, seq, rows of this TP rank] with those of the padding set to -inf."""
+        """Return the logits [batch, seq, rows of this TP rank] with those of the padding set to -inf."""
         first = max(0, self._vocab_size - self._first_row())
         if first >= pred.size(-1):
             return pred

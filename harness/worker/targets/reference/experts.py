@@ -25,7 +25,7 @@ class Router(nn.Module):
         self.score = model.router
 
     def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and experts [tokens, top_k] of the tokens of x [batch, seq, dim], the highest first.
+        """Return the weights and experts [tokens, top_k] for the tokens of x [batch, seq, dim], highest first.
 
         `bias` [experts] is added to the scores that are compared, not to the weights. Of equal scores the first wins.
         """

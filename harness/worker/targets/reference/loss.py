@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 def share_of_loss(model: Llama, batch: Batch, case: Case, tokens: int, *, backward: bool = False) -> torch.Tensor:
-    """Return share of one batch of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
+    """Return one batch's share of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
     with sharded_logits(case):
         logits = mask_padded_vocab(model(batch.inputs), case)
         loss = summed_loss(logits, batch.labels) / tokens
@@ -53,7 +53,7 @@ def whole(loss: torch.Tensor) -> torch.Tensor:
 
 
 def global_token_count(batches: Iterable[Batch], dp: DeviceMesh | None, case: Case) -> int:
-    """Return tokens over which the loss of one step is averaged, on all data-parallel ranks of the mesh `dp`.
+    """Return the number of tokens in the mean loss of one step, on all data-parallel ranks of the mesh `dp`.
 
     Ranks add up the labels that they have where a case ignores some.
     """
@@ -81,7 +81,7 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
-    """Return logits [..., padded vocab] with those of the padding set to -inf, so that its probability is zero."""
+    """Return the logits [..., padded vocab] with those of the padding set to -inf, so that its probability is zero."""
     vocab_size = case.model.vocab_size
     if vocab_size == case.model.padded_vocab_size:
         return logits

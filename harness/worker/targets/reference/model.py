@@ -18,7 +18,7 @@ ROPE_THETA = 500_000.0  # Llama 3
 
 
 def rope_cache(head_dim: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the rotary embedding, each [seq_len, head_dim / 2], float32."""
+    """Return the cosines and sines of the rotary embedding, each [seq_len, head_dim / 2], float32."""
     inverse = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), inverse)
     return angles.cos().float(), angles.sin().float()
@@ -118,7 +118,7 @@ class Llama(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits in the dtype of the output layer. A stage of a pipeline has a part of the modules."""
+        """Return the logits in the dtype of the output layer. A stage of a pipeline has a part of the modules."""
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
             x = block(x, self.rope_cos, self.rope_sin)

@@ -99,7 +99,7 @@ class Pipeline:
         return self._run(self.schedule.step, batches)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the same without backward."""
+        """Return the losses without a backward pass."""
         return self._run(self.schedule.eval, batches)
 
     def _run(self, schedule: Callable[..., Any], batches: Sequence[Batch]) -> list[torch.Tensor]:
