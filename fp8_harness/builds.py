@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_FIX = "move it to the top level of the module, as `def {name}(...)`, and give that"
+_NAMED = "and ranks import it by its name. Fix:"
+_MOVE = "move it to the top level of the module, as `{0}`, and give that."
 
 
 def name_for(function: Callable[..., Any]) -> str:
@@ -50,16 +51,15 @@ def _importable(function: Callable[..., Any]) -> str:
     __tracebackhide__ = True
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
     if not callable(function) or not name or not module:
-        what = f"{function!r} is no function of a module, and ranks import it by its name."
-        raise TypeError(f"{what} Fix: {_FIX.format(name='build')}.")
+        raise TypeError(f"{function!r} is no function of a module, {_NAMED} {_MOVE.format('def build(...)')}")
     if "." in name or "<" in name:
         last = name.rpartition(".")[2]
         kind = "a lambda" if "<lambda>" in last else "defined inside of a function" if "<" in name else "a method"
-        what = f"{name} is {kind}, and ranks import it by its name."
-        raise TypeError(f"{what} Fix: {_FIX.format(name='build' if '<' in last else last)}.")
+        form = f"class {last}" if isinstance(function, type) else f"def {last.replace('<lambda>', 'build')}(...)"
+        raise TypeError(f"{name} is {kind}, {_NAMED} {_MOVE.format(form)}")
     if getattr(sys.modules.get(module), name, None) is not function:
-        what = f"{module}.{name} is something else than what was given, and ranks import it by its name."
-        raise TypeError(f"{what} Fix: give the function that the module has by that name.")
+        what = f"{module}.{name} is something else than what was given, {_NAMED}"
+        raise TypeError(f"{what} give the function that the module has by that name.")
     return str(name)
 
 
@@ -68,8 +68,7 @@ def _place(function: Callable[..., Any]) -> tuple[str, str]:
     name = function.__module__
     file = getattr(sys.modules[name], "__file__", None)
     if file is None:
-        what = f"{function.__qualname__} is in no file, and ranks import it from one."
-        raise TypeError(f"{what} Fix: write it into a module.")
+        raise TypeError(f"{function.__qualname__} is in no file, {_NAMED} write it into a module.")
     path = Path(file).resolve()
     parts = (*name.split("."), "__init__") if path.stem == "__init__" else tuple(name.split("."))
     if path.with_suffix("").parts[-len(parts) :] == parts:

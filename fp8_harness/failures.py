@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class HarnessWarning(UserWarning):
-    """Something that is recorded for the installed packages, or that nobody verified with them."""
+    """A fault that is recorded for the installed packages."""
 
 
 def three_lines(result: CaseResult) -> str:
@@ -33,5 +33,5 @@ def check_machine(result: CaseResult) -> None:
 
 
 def warn_of(result: CaseResult) -> None:
-    """Warn of a recorded fault of torch or torchao, and of formulas that nobody verified with this build."""
+    """Warn of a recorded fault of torch or torchao."""
     warnings.warn(three_lines(result), HarnessWarning, stacklevel=4)

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from harness.matrix.case import Case
     from harness.result import CaseResult
 
-_RIGHT = ("equal", "rounding", "drift")
-
 
 def assert_layouts_equal(
     build: Callable[[Any, Any], Any], layouts: Sequence[str], *, recipe: str = "rowwise", steps: int = 2, **axes: Any
@@ -43,8 +41,9 @@ def assert_layouts_equal(
 def _cases(layouts: Sequence[str], axes: Mapping[str, Any]) -> dict[str, Case]:
     """Return the case of each layout. HarnessError for one that there is not, and for one that a rule excludes."""
     from harness.errors import HarnessError
+    from harness.matrix.axes import own_axes
     from harness.matrix.caseid import parse_layout
-    from harness.matrix.rules import exclusions
+    from harness.matrix.rules import changes, exclusions
     from harness.studies.layouts import USUAL, cases_of
 
     if isinstance(layouts, str) or not layouts:
@@ -54,8 +53,10 @@ def _cases(layouts: Sequence[str], axes: Mapping[str, Any]) -> dict[str, Case]:
     cases_of({**USUAL, **axes}, parsed, axes)  # raises for an axis that no layout has a use for
     for text, case in cases.items():
         for rule in exclusions(case):
-            what = f"rule {rule.name} excludes it: {rule.reason}"
-            raise HarnessError(what, where=f"layout {text}", fix="leave it out, or change the axes.")
+            own = own_axes(case)
+            asked = changes([name for name in rule.axes if name in own and name != "target"], own)
+            fix = f"leave it out, or change {asked or ', '.join(rule.axes)}."
+            raise HarnessError(f"rule {rule.name} excludes it: {rule.reason}.", where=f"layout {text}", fix=fix)
     return cases
 
 
@@ -66,11 +67,11 @@ def _judged(results: Mapping[str, CaseResult]) -> Mapping[str, str]:
     from harness.studies.layouts import word_of
 
     words = {layout: word_of(result) for layout, result in results.items()}
-    wrong = {layout: why for layout, (word, why) in words.items() if word in ("wrong", "not checked")}
-    for layout, why in wrong.items():
+    wrong = [(layout, why) for layout, (word, why) in words.items() if word in ("wrong", "not checked")]
+    if wrong:
+        (layout, why), *rest = wrong
         text = three_lines(results[layout]) if results[layout].findings else why
-        rest = [(other, results[other].headline or why) for other, why in wrong.items() if other != layout]
-        others = [f"also {other}: {why}" for other, why in rest]
+        others = (f"also {other}: {results[other].headline or why}" for other, why in rest)
         raise AssertionError("\n".join((f"{layout}: {text}", *others)))
     for layout, result in results.items():
         check_machine(result)

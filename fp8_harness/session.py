@@ -40,7 +40,7 @@ class Session:
 
         self.project = Project(root=own_root(), state=state_folder(), own=False)
         plan = with_command(make_plan().on_cpu, RunOptions(), CommandOptions())
-        self._plan = replace(plan, one_fork_server=True, compiles=False)
+        self._plan = replace(plan, one_fork_server=True, compiles=False, measures=False)
         builds_folder().mkdir(parents=True, exist_ok=True)
         self._executor = open_executor(self._plan, self.project)
         self._references = open_references(self.project, self._plan, self._executor)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from harness.checks.catalogue import probes_of
+from harness.checks.catalogue import MEASURED, probes_of
 from harness.engine.hardware import Capacity, Device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
@@ -155,6 +155,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chosen: bool = False  # the device is the one that was chosen from the sides
     injections: tuple[Injection, ...] = ()
     probed: bool = False  # ranks record what checks read besides losses
+    measures: bool = True  # and what no check reads, but is kept with the results
     compiles: bool = False  # some case compiles its blocks: the fork server imports what that takes
     one_fork_server: bool = False  # for all targets: each rank imports its own after the fork
     timeout_s: float | None = None  # of every case; None scales it with the case
@@ -169,7 +170,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def probes_for(self, case: Case) -> tuple[str, ...]:
         """Return what ranks of a case are asked to record besides losses: fields of `RankTrace`."""
-        return probes_of(Expectations(case, numerics=self.numerics), self.device) if self.probed else ()
+        asked = probes_of(Expectations(case, numerics=self.numerics), self.device) if self.probed else ()
+        return tuple(record for record in asked if self.measures or record not in MEASURED)
 
     def records_of(self, case: Case) -> tuple[str, ...]:
         """The records that ranks must leave. Of a rank program of the user's own, it is not known what it records."""

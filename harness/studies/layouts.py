@@ -32,16 +32,12 @@ _WORDS: Mapping[Verdict, Word] = {
 
 def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
     """Return the case with these axes in every layout. HarnessError for an axis in `given` that no layout uses."""
-    chosen = [_values(base, layout) for layout in asked]
+    alone: Mapping[str, object] = {"tp_styles": "plain"}
+    chosen = [{**base, **of.mesh, **own_axes(Case(layout=of)), **({} if of.tp > 1 else alone)} for of in asked]
     useless = [name for name in given if all(name in ignored_axes(values) for values in chosen)]
     if useless:
         raise HarnessError("no layout of this case has a use for it.", where=useless[0], fix="leave it out.")
     return tuple(dict.fromkeys(map(case_from_axes, chosen)))
-
-
-def _values(base: Mapping[str, object], layout: Layout) -> dict[str, object]:
-    values = {**base, **layout.mesh, **own_axes(Case(layout=layout))}
-    return values if layout.tp > 1 else {**values, "tp_styles": "plain"}
 
 
 def nearest(result: CaseResult) -> Finding | None:

@@ -39,9 +39,8 @@ def encoded(value: Any, what: str) -> bytes:
         torch.save(value, file)
         decoded(file.getvalue())
     except Exception:
-        kinds = "tensors, numbers, strings, and tuples, lists and dicts of them"
-        said = f"{what} a {type(value).__name__}, which cannot go between processes: use {kinds}."
-        raise TypeError(said) from None
+        said = f"{what} a {type(value).__name__}, which cannot go between processes"
+        raise TypeError(f"{said}: use tensors, numbers, strings, and tuples, lists and dicts of them.") from None
     return file.getvalue()
 
 

@@ -91,35 +91,48 @@ class Session(NamedTuple):
     """What a run of pytest said, by the names of its tests: "passed", or what failed or why it was skipped."""
 
     folder: Path
+    home: Path
     said: Mapping[str, str]
     output: str
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """Run all of them in one process of pytest, and so on ranks of one fork server."""
+    """Run all of them under pytest-xdist, each worker with a fork server of its own, and with an empty home folder."""
     folder = tmp_path_factory.mktemp("stranger")
     page = (REPOSITORY / "docs" / "library.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (folder / "test_fp8.py").write_text("\n".join((*blocks, BROKEN)))
-    state = tmp_path_factory.mktemp("state")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FP8_HARNESS", "PYTEST"))}
+    home = tmp_path_factory.mktemp("home")
+    ours = ("FP8_HARNESS", "PYTEST", "XDG_CACHE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     paths = os.pathsep.join(filter(None, (str(REPOSITORY), environment.get("PYTHONPATH"))))
-    given = {**environment, "PYTHONPATH": paths, "FP8_HARNESS_STATE": str(state), "PYTHONDONTWRITEBYTECODE": "1"}
-    words = ("-q", "-p", "no:cacheprovider", "-W", "error::UserWarning:fp8_harness", f"--junitxml={state}/x.xml")
+    given = {**environment, "PYTHONPATH": paths, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    report = tmp_path_factory.mktemp("report") / "junit.xml"
+    words = ("-q", "-n2", "-p", "no:cacheprovider", "-W", "error::UserWarning:fp8_harness", f"--junitxml={report}")
     command = [sys.executable, "-m", "pytest", *words, "test_fp8.py"]
     done = subprocess.run(command, cwd=folder, env=given, check=False, capture_output=True, text=True, timeout=600)
     said = {}
-    for case in ElementTree.parse(state / "x.xml").iter("testcase"):
+    for case in ElementTree.parse(report).iter("testcase"):
         ended = next((end for end in case if end.tag in ("failure", "skipped", "error")), None)
         said[case.attrib["name"]] = "passed" if ended is None else f"{ended.tag}: {ended.attrib['message']}"
-    return Session(folder, said, done.stdout + done.stderr)
+    return Session(folder, home, said, done.stdout + done.stderr)
 
 
-def test_what_the_page_shows_passes_and_nothing_is_written_beside_it(session: Session) -> None:
+def test_what_the_page_shows_passes_and_nothing_is_written_but_the_cache(session: Session) -> None:
     for name in ("test_layouts", "test_case", "test_sum"):
         assert session.said[name] == "passed", session.output
     assert [path.name for path in session.folder.iterdir()] == ["test_fp8.py"]
+    assert [path.name for path in session.home.iterdir()] == [".cache"]
+    assert [path.name for path in (session.home / ".cache").iterdir()] == ["fp8-harness"]
+
+
+def test_the_page_shows_the_failure_that_is_printed(session: Session) -> None:
+    page = (REPOSITORY / "docs" / "library.md").read_text()
+    shown = page.partition("```\nAssertionError: ")[2].partition("\n```")[0]
+    printed = session.said["test_broken[OwnLoss]"].partition(": AssertionError: ")[2]
+    words = [re.sub(r"\d\.\d+", "N", " ".join(text.split())) for text in (shown, printed)]
+    assert words[0] and words[0] == words[1]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fp8_harness import assert_layouts_equal
 from fp8_harness.builds import write_module
 from fp8_harness.session import Session
+from harness.checks.catalogue import MEASURED
 from harness.errors import HarnessError
+from harness.matrix.caseid import parse_case_id
+from harness.running.plan import Plan
 from tests.programs import run_script
 
 
@@ -47,8 +51,12 @@ def test_what_ranks_cannot_import_is_a_type_error_with_a_fix(given: Any, words: 
 
     with pytest.raises(TypeError, match=words):
         assert_layouts_equal(given, ["fsdp2"])
-    with pytest.raises(TypeError, match=r"nested is defined inside of a function.*`def nested"):
-        assert_layouts_equal(nested, ["fsdp2"])
+
+    class Nested: ...
+
+    for local, form in ((nested, "def nested"), (Nested, "class Nested`")):
+        with pytest.raises(TypeError, match=f"{local.__name__} is defined inside of a function.*`{form}"):
+            assert_layouts_equal(local, ["fsdp2"])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,7 @@ def test_what_ranks_cannot_import_is_a_type_error_with_a_fix(given: Any, words: 
         ("fsdp2", {}, r'this is no list of layouts. Fix: write layouts=\["fsdp2"'),
         ([], {}, "this is no list of layouts"),
         (["fsdp2", "tq2"], {}, "'tq2'"),
-        (["ddp2"], {}, "layout ddp2: rule replicate_needs_shard excludes it: .*Fix: "),
+        (["ddp2"], {}, r"layout ddp2: rule replicate_needs_shard excludes it: .*\. Fix: .*change dp_replicate \(to 1"),
         (["fsdp2"], {"recipe": "rowwize"}, "did you mean rowwise"),
         (["fsdp2"], {"dtyp": "float64"}, "unknown axis 'dtyp'.*dtype"),
     ],
@@ -95,6 +103,13 @@ def test_too_many_ranks_are_a_skip() -> None:
     with pytest.raises(BaseException, match="needs 9 ranks, and this machine has room for 8") as raised:
         Session.check_ranks(9, 8)
     assert type(raised.value).__name__ == "SkipTest"
+
+
+def test_ranks_record_nothing_that_no_check_reads() -> None:
+    case, plan = parse_case_id("fsdp2-rowwise-v2048-s2-b16"), Plan(probed=True)
+    probes = plan.probes_for(case)
+    assert set(MEASURED) < set(probes)
+    assert replace(plan, measures=False).probes_for(case) == tuple(of for of in probes if of not in MEASURED)
 
 
 def test_importing_it_costs_nothing() -> None:

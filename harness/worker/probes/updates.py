@@ -193,7 +193,7 @@ def _values(tensors: list[torch.Tensor], sizes: list[int]) -> Values:
         part.expand(size) if part.numel() == 1 else part[:: max(1, part.numel() // _SAMPLES)][:size]
         for part, size in zip(flat, sizes, strict=True)
     ]
-    return np.array(torch.cat(parts).double().cpu())
+    return np.array(torch.cat(parts).double().cpu().numpy())  # a copy: a tensor that stays counts as a leak
 
 
 def _text(value: object) -> str:
