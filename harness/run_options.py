@@ -1,7 +1,7 @@
 """The options of `run`, each declared once: on its field here, and nowhere else.
 
 The options of the command line and of pytest, the command that reproduces a case, the options that a rerun repeats and
-`docs/options.md` follow from it. Every pytest of everyone who has the harness installed reads it at its start,
+`explain --list options` follow from it. Every pytest of everyone who has the harness installed reads it at its start,
 so it imports next to nothing.
 """
 

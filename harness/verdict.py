@@ -41,12 +41,12 @@ _PHRASES = {
     Verdict.PASSED: "passed every check",
     Verdict.NUMERIC: "computed wrong numbers",
     Verdict.INVARIANT: "broke an invariant",
-    Verdict.CHANGED: "differs from what holds with verified versions",
+    Verdict.CHANGED: "disagrees with a formula that is unverified for these versions",
     Verdict.CRASH: "crashed",
     Verdict.HANG: "did not finish in time",
     Verdict.INFRA: "could not be run: the machine or the harness failed",
-    Verdict.KNOWN: "failed as recorded for an upstream fault",
-    Verdict.UNEXPECTED_PASS: "passed although an upstream fault is recorded for it",
+    Verdict.KNOWN: "failed as recorded for a bug of torch or torchao",
+    Verdict.UNEXPECTED_PASS: "passed, although a known issue says it must fail",
     Verdict.NOT_RUN: "was not run",
 }
 

@@ -96,13 +96,14 @@ MISSING = _judge("missing", "known issue {fault} does not show as recorded: a re
 OUTDATED = _judge("outdated", "the record of {fault} was due for review on {day} and no longer explains failures")
 OTHER_END = _judge("other-end", "the case failed in another way than recorded")
 
+OF_NO_CASE = by_name([rule for plugin in plugins() for place in plugin.rules for rule in load(place)])
 RULES: Mapping[str, Rule] = by_name(
     [
         *(rule for check in CHECKS for rule in check.rules),
         *divergence.RULES.declared,
         *failures.RULES.declared,
         *_judge.declared,
-        *(rule for plugin in plugins() for place in plugin.rules for rule in load(place)),
+        *OF_NO_CASE.values(),
     ]
 )
 MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measuring.py`)

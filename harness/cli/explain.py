@@ -309,7 +309,7 @@ def _internals_document(state: State) -> dict[str, object]:
 
 
 def options_markdown() -> str:
-    """Return what `docs/options.md` is."""
+    """Return what `explain --list options` prints."""
     tables = tuple(map(_options_list, TITLES, PARTS))
     shells = Section(title="Completion", blocks=(_COMPLETION, Verbatim(_SHELLS, "sh")))
     return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables, shells))], level=1, own=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from harness.checks.advice import advice, advice_of
-from harness.checks.catalogue import CHECKS, RULES
+from harness.checks.catalogue import CHECKS, OF_NO_CASE, RULES
 from harness.checks.check import Check, Rule, Stage
 from harness.errors import HarnessError
 from harness.hints import EXPLAIN_CHECK, EXPLAIN_RULE, LIST_INJECTED, LIST_RULES
@@ -25,6 +25,7 @@ def checks_markdown() -> str:
     groups = (
         f"{', '.join(f'`{rule}`' for rule in each.rules)}: {each.meaning} *Causes:* {each.causes} *Do:* {each.action}"
         for each in advice()
+        if not {advice_of(rule) for rule in OF_NO_CASE} & {each}
     )
     order = _ORDER.format(stages=", ".join(map(stage_name, Stage)))
     rules = Section(title="Rules", blocks=(order, Items(tuple(groups))))

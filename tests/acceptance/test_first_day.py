@@ -64,7 +64,7 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
     assert {"loss_vs_golden", "parity", "module_replay", "scales", "traffic", "memory"} <= set(case["checks"])
-    assert "1 case judged by tolerances that were derived" in text
+    assert "1 case checked with tolerances derived" in text
 
 
 @pytest.mark.sweep  # ten minutes: what the references cost is paid once

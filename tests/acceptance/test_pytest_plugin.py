@@ -125,7 +125,7 @@ def test_recorded_faults_are_strict_xfails_and_quarantined_cases_may_fail(projec
     assert "[XPASS(strict)] planted: It is planted. (https://example.org/1)" in done.stdout
     known = "judge/known: planted (https://example.org/1), no candidate fix is recorded: It is planted."
     assert f" - {known}" in done.stdout
-    assert "close the record" in done.stdout
+    assert "remove the record" in done.stdout
     assert "1 known, 1 unexpected_pass" in project.call("show").stdout
     quarantine = '[[quarantine]]\nselect = "seed=1"\nowner = "ana"\nreason = "breaks"\nexpires = 2999-01-01\n'
     (project.folder / "cases" / "known.toml").unlink()

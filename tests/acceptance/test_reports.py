@@ -38,9 +38,9 @@ def test_run_writes_the_page_that_report_writes_and_its_results_are_json_and_not
     assert ran.run("show", "last~1", "--html", "before.html").returncode == 0
     assert ran.run("show", "run.json", "--html", "file.html").returncode == 0
     pages = [(ran.folder / f"{name}.html").read_text() for name in ("run", "named", "before")]
-    assert pages[0].startswith("<!doctype html>") and "<title>fp8-harness release: good</title>" in pages[0]
+    assert pages[0].startswith("<!doctype html>") and "<title>good: fp8-harness release</title>" in pages[0]
     assert pages[0] == pages[1] == pages[2]
-    assert "<title>fp8-harness release: good</title>" in (ran.folder / "file.html").read_text()
+    assert "<title>good: fp8-harness release</title>" in (ran.folder / "file.html").read_text()
     done = ran.run("show", "release", "--json", "-")
     assert tree(done.stdout) == read_run(ran.folder / "run.json") and done.stderr == ""
 

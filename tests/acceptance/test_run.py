@@ -44,7 +44,7 @@ def test_good_run(project: Inside, tmp_path_factory: pytest.TempPathFactory) -> 
     done = project.having(TMPDIR=str(left)).apart.run("run", "smoke", *CPU, "--timeout-s", "90", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 cases: 4 passed" in done.stdout
-    assert "[4/4]" in done.stderr
+    assert "[cases 4/4]" in done.stderr
     (slowest,) = done.stdout.partition("\nslowest 1 case\n")[2].splitlines()
     assert " s  " in slowest
     assert not list(left.iterdir()) and len(list((project.folder / "logs").iterdir())) == 4

@@ -344,7 +344,7 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
     assert page.locator("h1 .state.bad").inner_text() == "NO-GO"
     assert page.locator("#section-gate").is_visible() and not page.locator("#cases").is_visible()
     groups = page.locator("#section-gate details[open] summary").all_inner_texts()
-    assert [text.partition(" ")[0] for text in groups] == ["gates:", "gates:", "what", "moved,", "moved,"]
+    assert [text.partition(" ")[0] for text in groups] == ["gates:", "gates:", "changes", "moved,", "moved,"]
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="copy").first.click()
     page.wait_for_selector("text=copied")

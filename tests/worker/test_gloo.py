@@ -30,6 +30,7 @@ def timeless(run: Run) -> list[RankTrace]:
         msgspec.structs.replace(
             trace,
             steps=tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps),
+            traffic=tuple(msgspec.structs.replace(record, starts=()) for record in trace.traffic or ()),
             peak_memory_bytes=0,
             virtual=(),
             installed=(),

@@ -9,6 +9,7 @@ import msgspec
 from harness.cli.options import json_option, say, write_json
 from harness.errors import HarnessError
 from harness.headline import headline_of
+from harness.hints import EXPLAIN_RULE
 from harness.plugins.handoff.agreement import MATCHERS, agreement, read_list
 from harness.plugins.handoff.formats import FORMATS
 from harness.plugins.handoff.judge import Judged
@@ -133,7 +134,7 @@ def lines(judged: Judged) -> Iterator[str]:
             tail = f", and {len(more) - _SHOWN} more" if len(more) > _SHOWN else ""
             yield f"handoff: also {', '.join(list(more)[:_SHOWN])}{tail}"
         counts = counted(len(judged.findings), "finding")
-        yield f"handoff: {counts}; `fp8-harness explain {first.rule}` says what it means"
+        yield f"handoff: {counts}; `{EXPLAIN_RULE.replace('RULE', first.rule)}` says what it means"
     else:
         yield "handoff: nothing is wrong"
     if judged.tied:

@@ -46,7 +46,7 @@ def test_a_sound_target_works_and_what_it_refuses_is_not_supported(project: Insi
     assert "fsdp2 tensorwise float64 works" in text
     assert "tp2 tensorwise float64 not supported: no tensor parallelism yet" in text
     assert "5 linears, 4 of them in float8; 10 parameters" in text and "10 of 10 parameters on dp_shard" in text
-    assert "no formula for the model of late" in text and "judged in every run: finite, loss_vs_golden" in text
+    assert "no formula for the model of late" in text and "checked in every run: finite, loss_vs_golden" in text
     assert "probes change nothing in 5 of 5 runs" in text
     assert "fsdp2 with two microbatches bf16 float64 works" in text
     assert "fsdp2 with clipping bf16 float64 not supported: gradients are the same without case.train.max_norm" in text
