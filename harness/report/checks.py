@@ -22,10 +22,11 @@ _ORDER = "A report shows first what is nearest to the cause. The order: {stages}
 def checks_markdown() -> str:
     """Return what `docs/checks.md` is."""
     names = f"The checks: {', '.join(check.name for check in CHECKS)}."
+    elsewhere = {advice_of(rule) for rule in OF_NO_CASE}
     groups = (
         f"{', '.join(f'`{rule}`' for rule in each.rules)}: {each.meaning} *Causes:* {each.causes} *Do:* {each.action}"
         for each in advice()
-        if not {advice_of(rule) for rule in OF_NO_CASE} & {each}
+        if each not in elsewhere
     )
     order = _ORDER.format(stages=", ".join(map(stage_name, Stage)))
     rules = Section(title="Rules", blocks=(order, Items(tuple(groups))))
