@@ -25,8 +25,8 @@ def waiting_tier(project: Command, good: int, waiting: int) -> None:
 
 
 def stop_after(project: Command, done: int, *arguments: str, sign: signal.Signals = signal.SIGINT) -> None:
-    """Run the tier and end the run by a signal once its golden and so many cases are done. Its ranks are gone then."""
-    process = project.start_until(f"[cases {done + 1}/", "run", "waiting", *arguments, *CPU, "-j", "1")
+    """Run the tier and end the run by a signal once so many cases are done. Its ranks are gone then."""
+    process = project.start_until(f"[cases {done}/", "run", "waiting", *arguments, *CPU, "-j", "1")
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sign)
     process.communicate(timeout=30)

@@ -392,7 +392,8 @@ def fault_effect(run: Run) -> FaultEffect:
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():
         steps = tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps)
-        timeless = msgspec.structs.replace(trace, steps=steps, peak_memory_bytes=0)
+        traffic = tuple(msgspec.structs.replace(record, starts=()) for record in trace.traffic or ())
+        timeless = msgspec.structs.replace(trace, steps=steps, traffic=traffic, peak_memory_bytes=0)
         state.update(msgspec.msgpack.encode(timeless))
     for message in sorted({failure.message for failure in run.causes}):
         state.update(message.encode())

@@ -5,6 +5,7 @@ from itertools import groupby
 from pathlib import Path
 
 import click
+import msgspec
 
 from harness.cli import options
 from harness.cli.new import axes_parameter
@@ -200,7 +201,8 @@ def parity_junit(parity: Parity, run: RunResult) -> bytes:
 
 def parity_page(parity: Parity, run: RunResult) -> bytes:
     """Return the page of the run, with the table above its cases."""
-    blocks = (parity_table(parity), *_others(parity), *_first(parity), *_notes(parity), *_limits(parity))
+    table = msgspec.structs.replace(parity_table(parity), title=_TITLE)
+    blocks = (table, *_others(parity), *_first(parity), *_notes(parity), *_limits(parity))
     section = Section(name="parity", title="Layouts", blocks=blocks)
     good, wrong = parity.exit_code is ExitCode.GOOD, sum(row.word == "wrong" for row in parity.every)
     state = "good" if good else f"{counted(wrong, 'layout')} wrong" if wrong else "not good"

@@ -41,7 +41,7 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_or_too_few_required_cells_
     assert done.stderr.startswith("NO-GO: v3 against v1\n")
     assert (project.folder / "gate.md").read_text().startswith("## NO-GO: v3 against v1\n")
     page = (project.folder / "gate.html").read_text()
-    assert "<title>v3 against v1: NO-GO</title>" in page and "--inject broken.py:apply" in page
+    assert "<title>NO-GO: v3 against v1</title>" in page and "--inject broken.py:apply" in page
     assert '"history":{"rows":[["20' in page, "v1 and v2 are earlier runs of these cases"
     assert gate(project, "v3", "v3")[0] == 6 and gate(project, "v3", "v3", "--strict")[0] == 1
     required = project.folder / "cases" / "required.toml"
