@@ -88,9 +88,10 @@ def _interpreter(module: Any) -> None:
         if rounding not in (None, own[_PRIVATE.format("ir")].ROUNDING_MODE.RTNE):
             raise Unsupported(f"no CPU rounds to {to} by {rounding}")
         dtype = dtype_of(to)
-        if dtype.itemsize == 1:  # saturates, as the instruction of a GPU
+        if dtype.itemsize == 1:  # saturates, and has one NaN, as the instruction of a GPU: a CPU's may be negative
             largest = np.float32(ml_dtypes.finfo(dtype).max)
             values = np.clip(values.astype(np.float32), -largest, largest)
+            values = np.where(np.isnan(values), np.float32(np.nan), values)
         return values.astype(dtype)
 
     own.update(_get_np_dtype=dtype_of, _convert_float=convert)
