@@ -60,6 +60,10 @@ def preload(options: Mapping[str, str]) -> None:
     if on_cpu:
         kernel = options.get("arithmetic") == "kernel"
         virtual_device.install(arithmetic="kernel" if kernel else "exact", compiled=compiled)
+    if not internals.gaps(internals.METAS):
+        from harness.worker.process.shared_metas import SharedMetas
+
+        PROCESS.share_metas = SharedMetas().share
     PROCESS.settings.restart()
     name = module_of(options.get("target", REFERENCE))
     target = importlib.import_module(name)
@@ -101,6 +105,8 @@ def rank_main(context: RankContext) -> bytes:
         request.backend, device=request.device, arithmetic=request.arithmetic, compiled=compiled
     )
     device = join(context, request.backend)
+    if not request.injections:
+        PROCESS.share_metas()
     for patch in request.injections:
         PROCESS.phase.begin(f"injection {patch.text}")
         inject(patch)

@@ -19,7 +19,7 @@ import msgspec
 from harness.internals import RUN, State, Use, read_parts, with_needed
 from harness.sources import installed_versions, is_since
 
-COMPILED, ASYNC_TP, GLOO, MODULE_TENSORS = "compiled", "async_tp", "gloo", "module_tensors"
+COMPILED, ASYNC_TP, GLOO, MODULE_TENSORS, METAS = "compiled", "async_tp", "gloo", "module_tensors", "shared_metas"
 _OF_COMPILED_RUNS = (COMPILED, ASYNC_TP)
 
 _GONE = "is gone"

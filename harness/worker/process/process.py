@@ -79,6 +79,7 @@ class Process:
         self.workarounds: list[str] = []  # names of those that compiled graphs have used
         self.settings = Settings()
         self.phase = Phase()
+        self.share_metas: Callable[[], None] = lambda: None  # with the ranks of the fork server that this one is from
         self.unobserved = 0  # how many contexts are entered in which hooks call no observer
         self.evaluating = False  # a forward pass of a target without a backward: probes of training ignore it
         self.step = 0  # that a script trains, where no case is run
