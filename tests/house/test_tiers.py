@@ -58,7 +58,7 @@ def test_tiers(tier: str) -> None:
     assert selection.cases[: len(selection.file.cases)] == selection.file.cases
     assert not any(exclusions(case) for case in selection.cases)
     assert max(case.world_size for case in selection.cases) <= 8
-    sizes = {"smoke": (6, 10), "pr": (60, 150), "nightly": (400, 990)}
+    sizes = {"smoke": (6, 10), "pr": (60, 120), "nightly": (400, 990)}
     low, high = sizes[tier]
     assert low <= len(ids) <= high
     assert len({family_id(case) for case in selection.cases}) <= 48
@@ -72,6 +72,8 @@ def test_the_matrix_tiers_hold_every_layout_of_the_project(tier: str) -> None:
         *((2, 2, 1), (2, 4, 1), (4, 2, 1)),
         *((1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 2, 2)),
     }
+    if tier == "pr":  # nightly has these
+        layouts -= {(1, 5, 1), (1, 6, 1), (4, 2, 1), (1, 2, 4), (1, 4, 2)}
     cases = [case.layout for case in tier_selection(tier).cases]
     assert {(layout.dp_replicate, layout.dp_shard, layout.tp) for layout in cases} == layouts
 
@@ -101,7 +103,7 @@ def test_the_pr_tier_and_its_chosen_cases_cover_every_pair() -> None:
     cases = [chosen.case for chosen in CHOSEN]
     account = coverage(select(read_case_file(PR), known=KNOWN, chosen=cases), 2)
     assert account.counts["skipped"] == 0
-    assert account.counts["covered"] > 700
+    assert account.counts["covered"] > 500
 
 
 @pytest.mark.plugin("faults")

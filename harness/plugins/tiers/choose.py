@@ -265,8 +265,9 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
 
 
 def _hosts(cases: Sequence[Case], faults: Iterable[PlantedFault], known: Sequence[KnownFault]) -> list[Case]:
-    """Return the cheapest host cases in which every injected fault can show."""
-    every = tuple(faults)
+    """Return the cheapest host cases in which every injected fault can show, of steps that the other cases reach."""
+    longest = max(case.train.steps for case in cases)
+    every = tuple(fault for fault in faults if fault.since_step <= longest)
     shown = {fault.name for case in cases for fault in carried(case, every, known)}
     added: list[Case] = []
     for fault in every:
