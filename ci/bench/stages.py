@@ -3,6 +3,7 @@
     python ci/bench/stages.py pr
     python ci/bench/stages.py pr --select 'compile=none'
     python ci/bench/stages.py smoke --kept-witnesses
+    python ci/bench/stages.py pr --markdown ci/bench/stages.md
 
 Ranks are sampled (`stage_program.py`), which costs about 2 % of what it measures. Without --kept-witnesses every
 reference is run anew, as in CI.
@@ -29,6 +30,7 @@ from kinds import FOLDER_VARIABLE, kind_of
 from harness.engine.cluster import SlotTable
 from harness.matrix.caseid import parse_case_id
 from harness.project import STATE_VARIABLE, find_project
+from harness.result import RunResult
 from harness.running.case_judge import CaseJudge
 from harness.running.plan import make_plan
 from harness.running.progress import open_progress
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--select", action="append", default=[], metavar="EXPR")
     parser.add_argument("--kept-witnesses", action="store_true", help="use references that earlier runs have kept")
     parser.add_argument("-j", "--jobs", type=int, default=None)
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file as well")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fp8-stages-") as folder, tempfile.TemporaryDirectory() as state:
         os.environ[FOLDER_VARIABLE] = folder
@@ -113,36 +116,53 @@ def main() -> None:
         with open_progress() as progress:
             result, _ = run(find_project(), query, plan, progress)
         records = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
-    _print(records)
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    ranks_s = sum(record["user_s"] + record["system_s"] for record in records)
-    all_s = sum((usage.ru_utime + usage.ru_stime) for usage in (own, children))
-    print(f"\n{len(result.results)} cases in {result.end.wall_s:.0f} s of wall clock, {all_s:.0f} CPU s in all")
-    print(f"  ranks                     {ranks_s:8.1f} CPU s ({len(records)} processes)")
-    print(f"  fork server: import, warm-up   {children.ru_utime + children.ru_stime - ranks_s:8.1f} CPU s")
-    print(
-        f"  controller                {own.ru_utime + own.ru_stime:8.1f} CPU s, checking {controller.judging_cpu_s:.1f}"
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own_s, children_s = (usage.ru_utime + usage.ru_stime for usage in (own, children))
+    parts, stages = _parts(result, records, children_s, own_s), _stages(records)
+    cpu_s, wall_s, cores = own_s + children_s, result.end.wall_s, os.cpu_count() or 1
+    totals = (
+        f"{len(result.results)} cases in {wall_s:.0f} s of wall clock, {cpu_s:.0f} CPU s in all: {cores} cores were "
+        f"busy {cpu_s / wall_s / cores:.0%}.\nJudging took {controller.judging_cpu_s:.1f} of the controller's seconds. "
+        f"Threads waited {controller.waiting_s:.1f} s for slots."
     )
-    print(f"  waiting for slots         {controller.waiting_s:8.1f} s, over all threads")
+    text = "\n".join([*_table("what ran", parts), "", *_table("stage of a rank", stages), "", totals])
+    print(text)
+    if options.markdown is not None:
+        command = " ".join(("python ci/bench/stages.py", *options.sources, "--markdown", str(options.markdown)))
+        options.markdown.write_text(f"# Where the CPU seconds of a run go\n\nMade by `{command}`.\n\n{text}\n")
 
 
-def _print(records: list[dict[str, Any]]) -> None:
+Row = tuple[str, float, int]  # a name, CPU seconds, processes
+
+
+def _parts(result: RunResult, records: list[dict[str, Any]], children_s: float, own_s: float) -> list[Row]:
+    """Return what ran: cases by kind, references by kind, fork servers and the controller."""
     by_kind: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
-        by_kind["witnesses" if record["witness"] else kind_of(parse_case_id(record["case"]))].append(record)
-    for kind, own in sorted(by_kind.items(), key=lambda item: -_cpu_s(item[1])):
-        stages: Counter[str] = Counter()
-        for record in own:
-            stages.update(record["stages"])
-        faults = sum(record["page_faults"] for record in own)
-        system_s = sum(record["system_s"] for record in own)
-        print(
-            f"\n{kind}: {len(own)} ranks, {_cpu_s(own):.1f} CPU s, of these {system_s:.1f} in the kernel; "
-            f"{faults / len(own):.0f} page faults a rank"
-        )
-        total_s = sum(stages.values())
-        for stage, cpu_s in stages.most_common(TOP):
-            print(f"  {stage:<28} {cpu_s:8.1f} s {cpu_s / total_s:6.1%}")
+        if not record["witness"]:
+            by_kind[kind_of(parse_case_id(record["case"]))].append(record)
+    cases = [(f"{kind}, ranks", _cpu_s(own), len(own)) for kind, own in by_kind.items()]
+    ran: defaultdict[str, list[float]] = defaultdict(list)
+    for reference in result.end.references:
+        if reference.ran:
+            ran[f"references: {reference.kind.split()[0]}"].append(reference.cpu_s)
+    references = [(kind, sum(seconds), len(seconds)) for kind, seconds in ran.items()]
+    rows = sorted([*cases, *references], key=lambda row: -row[1])
+    servers_s = children_s - _cpu_s(records)
+    return [*rows, ("fork servers: import, warm-up", servers_s, 1), ("controller", own_s, 1)]
+
+
+def _stages(records: list[dict[str, Any]]) -> list[Row]:
+    stages: Counter[str] = Counter()
+    for record in records:
+        stages.update(record["stages"])
+    return [(stage, cpu_s, len(records)) for stage, cpu_s in stages.most_common(TOP)]
+
+
+def _table(title: str, rows: list[Row]) -> list[str]:
+    total_s = sum(cpu_s for _, cpu_s, _ in rows)
+    shares = (f"| {name} | {cpu_s:.1f} | {cpu_s / total_s:.1%} | {count} |" for name, cpu_s, count in rows)
+    return [f"| {title} | CPU s | share | processes |", "|---|---|---|---|", *shares]
 
 
 def _cpu_s(records: list[dict[str, Any]]) -> float:
