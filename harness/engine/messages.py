@@ -208,9 +208,10 @@ class FrameReader(Generic[M]):
                 raise ProtocolError(f"got a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
             if len(self._buffer) < 4 + size:
                 return
-            body = bytes(self._buffer[4 : 4 + size])
-            del self._buffer[: 4 + size]
             try:
-                yield cast("M", self._decoder.decode(body))
+                with memoryview(self._buffer) as received:  # a payload has megabytes: it is copied once
+                    message = cast("M", self._decoder.decode(received[4 : 4 + size]))
             except msgspec.MsgspecError as error:
                 raise ProtocolError(f"cannot decode a frame: {error}") from error
+            del self._buffer[: 4 + size]
+            yield message

@@ -214,7 +214,6 @@ def clear_mesh_caches() -> None:
     for candidate in gc.get_objects():
         if type(candidate) is _CACHED and (candidate.__module__ or "").startswith("torch.distributed"):
             candidate.cache_clear()
-    gc.collect()
 
 
 _CACHED = functools._lru_cache_wrapper

@@ -31,7 +31,8 @@ def try_target(name, source):
     print(*(f"{change.name} {change.phase}" for change in PROCESS.settings.changes), flush=True)
 
 preload({})
-print(os.environ["CUDA_VISIBLE_DEVICES"] or "no GPU", sys.modules["torch"].cuda._parse_visible_devices(), flush=True)
+print(os.environ["CUDA_VISIBLE_DEVICES"] or "no GPU", sys.modules["torch"].cuda._parse_visible_devices())
+print(*(name for name in ("torch._dynamo", "torch._inductor.codegen.triton") if name in sys.modules), flush=True)
 for words in sys.argv[2:]:
     if os.fork():
         assert os.wait()[1] == 0
@@ -81,8 +82,9 @@ def test_a_target_raises_before_the_warm_up_or_is_told_and_the_process_can_be_fo
     for name, text in TARGETS.items():
         (tmp_path / f"{name}.py").write_text(text)
     digests = {name: module_digest(name, [str(tmp_path)]) for name in TARGETS} | {"other": "0" * 16}
-    seen, *lines = printed(PRELOAD, str(tmp_path), *(f"{name} {digest}" for name, digest in digests.items()))
+    seen, imported, *lines = printed(PRELOAD, str(tmp_path), *(f"{name} {digest}" for name, digest in digests.items()))
     assert seen == "no GPU []", "torchao takes other paths where it sees one"
+    assert imported == "torch._dynamo", "torchao imports inductor to change what it writes for GPUs"
     assert lines[:3] == ["raises", "does not warm up 1 threads", ""]
     where = f"the source of other on node {platform.node()}"
     differs = f"{where} differs from that on the machine that started the run."

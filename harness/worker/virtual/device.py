@@ -109,6 +109,10 @@ def _install_device() -> None:
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     _scale_before_reductions()
     PROCESS.keep("process groups of the device")
+    if not internals.gaps("inductor"):
+        from harness.worker.virtual import inductor
+
+        inductor.leave_out()
     if not internals.gaps("autocast"):
         from harness.worker.virtual import autocast
 
