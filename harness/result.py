@@ -242,7 +242,7 @@ class WithFix(msgspec.Struct, frozen=True, kw_only=True):
 class ReferenceRun(msgspec.Struct, frozen=True, kw_only=True):
     """A reference that cases were compared with, such as "solo single-rowwise-v2048-f64".
 
-    `asked`: by how many cases. `ran`: how often it had to be run; 0 where it was kept.
+    `asked`: by how many cases. `ran`: how often it had to be run; 0 where it was kept. `stored`: it is kept since.
     """
 
     kind: str
@@ -250,6 +250,7 @@ class ReferenceRun(msgspec.Struct, frozen=True, kw_only=True):
     asked: int = 1
     ran: int = 1
     cpu_s: float = 0.0
+    stored: bool = False
     retried: tuple[str, ...] = ()  # why earlier attempts ended, each a fault of the machine
 
 
@@ -366,6 +367,7 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="e
     """What is known of a run when it ends."""
 
     wall_s: float = 0.0  # of all its parts, where it was resumed
+    harness_cpu_s: float = 0.0  # of the controller and what it started on this machine, without ranks
     interrupted: bool = False
     provenance: dict[str, str] = {}
     references: tuple[ReferenceRun, ...] = ()
@@ -391,6 +393,12 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     def cpu_s(self) -> float:
         """User + system seconds of the ranks of all cases, without witnesses."""
         return sum(result.cpu_s for result in self.results)
+
+    @property
+    def all_cpu_s(self) -> dict[str, float]:
+        """User + system seconds of all processes: ranks of cases, ranks of references, and the harness itself."""
+        references_s = sum(reference.cpu_s for reference in self.end.references)
+        return {"cases": self.cpu_s, "references": references_s, "harness": self.end.harness_cpu_s}
 
     @property
     def totals(self) -> dict[str, int]:

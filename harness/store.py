@@ -31,7 +31,7 @@ from harness.verdict import Verdict
 
 # Properties that lines have besides the fields, for programs that read them; nothing here does.
 CASE_FACTS = ("good", "headline", "three_lines", "seconds", "cpu_s")
-RUN_FACTS = ("exit_code", "cpu_s", "totals", "check_totals")
+RUN_FACTS = ("exit_code", "cpu_s", "all_cpu_s", "totals", "check_totals")
 _TRIES, _PAUSE_S = 5, 0.02
 _START = re.compile(rb'\{"line":"start","schema":(\d+)')
 _CASE = re.compile(rb'\{"line":"case","id":"([\w.+-]+)"')

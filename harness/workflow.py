@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from harness.engine.hardware import Device
+from harness.engine.processes import cpu_s
 from harness.errors import HarnessError
 from harness.evidence.references import Reference
 from harness.hints import run_cases as run_command
@@ -52,13 +53,15 @@ from harness.text import counted, timestamp
 
 
 def run(
-    project: Project, query: Query, plan: Plan, progress: Progress, *, hints: bool = True
+    project: Project, query: Query, plan: Plan, progress: Progress, *, hints: bool = True, since_s: float | None = None
 ) -> tuple[RunResult, Path]:
     """Run the cases that `query` selects; the results, and the file where they are stored.
 
-    `hints`: say how to store references that are not there.
+    `hints`: say how to store references that are not there. `since_s`: `cpu_s()` from which on this process is the
+    run's; None: from now on.
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
+    since_s = cpu_s() if since_s is None else since_s
     cases, left_out = _in_budget(project, query, progress)
     judge, plan = prepared(project, cases, plan, progress.note)
     _announce(judge, progress, query, plan, store=hints and not project.is_shipped)
@@ -75,7 +78,7 @@ def run(
         store.begin(start)
         remove_old_runs(project)
         result = run_cases(project, cases, plan, judge, progress, keep=store.append)
-        result = msgspec.structs.replace(result, start=start)
+        result = _with_own_cpu(msgspec.structs.replace(result, start=start), plan, since_s)
         store.finish(result)
     return result, store.path
 
@@ -92,8 +95,17 @@ def run_start(project: Project, plan: Plan, cases: tuple[str, ...]) -> RunStart:
     )
 
 
-def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) -> tuple[RunResult, Path]:
-    """Run the cases that a run has no result of; the results of the whole run, and its file.
+def _with_own_cpu(result: RunResult, plan: Plan, since_s: float) -> RunResult:
+    """Return the result with what the harness itself took. Ranks are its descendants, except those of a Ray cluster."""
+    ranks_s = 0.0 if plan.launcher == "ray" else sum(result.all_cpu_s.values())
+    own_s = max(0.0, cpu_s() - since_s - ranks_s)
+    return msgspec.structs.replace(result, end=msgspec.structs.replace(result.end, harness_cpu_s=own_s))
+
+
+def resume(
+    project: Project, stopped: Stored, plan: Plan, progress: Progress, *, since_s: float
+) -> tuple[RunResult, Path]:
+    """Run the cases that a run has no result of; the results of the whole run, and its file. `since_s`: as of `run`.
 
     Raises `HarnessError` before any rank starts when the environment changed, or when another process does the same.
     """
@@ -111,7 +123,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
             progress.note(f"{text}. Its case runs again.")
         progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.results)} cases are left.")
         rest = run_cases(project, cases, plan, judge, progress, keep=store.append)
-        whole = _joined(stored, rest)
+        whole = _joined(stored, _with_own_cpu(rest, plan, since_s))
         store.finish(whole)
     return whole, store.path
 
@@ -125,6 +137,7 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
         end=msgspec.structs.replace(
             rest.end,
             wall_s=earlier.end.wall_s + rest.end.wall_s,
+            harness_cpu_s=earlier.end.harness_cpu_s + rest.end.harness_cpu_s,
             references=(*earlier.end.references, *rest.end.references),
         ),
     )

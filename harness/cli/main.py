@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
-from harness.cli.options import OTHERS, LazyGroup, run_options
+from harness.cli.options import OTHERS, SINCE, LazyGroup, run_options
 from harness.engine.hardware import cpu_name
+from harness.engine.processes import cpu_s
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, allowed_values, example, out_of_scope, said
 from harness.matrix.synonyms import meanings
@@ -75,13 +76,15 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @run_options(AppOptions)
 def app(**given: Any) -> None:
     """Correctness and regression tests for FP8 parallel training."""
-    click.get_current_context().obj = AppOptions(**given)
+    context = click.get_current_context()
+    context.meta[SINCE], context.obj = context.obj, AppOptions(**given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Errors are one line on stderr."""
+    since_s = cpu_s() if arguments is not None else 0.0  # without them, this process is of the command alone
     try:
-        code = app.main(args=arguments, prog_name="fp8-harness", standalone_mode=False)
+        code = app.main(args=arguments, prog_name="fp8-harness", standalone_mode=False, obj=since_s)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)

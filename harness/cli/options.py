@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
+SINCE = "fp8_harness.since_s"  # in the context: the CPU seconds of this process before its command
+
 # How cases are run, and what only `run` spells as an option: other commands have `-o` for it.
 OTHERS = {
     option.flag.removeprefix("--"): option

@@ -93,8 +93,12 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
         (asked.html_file, lambda result: page_of(project, result)),
     ]
     outputs = [(path, render) for path, render in renders if path]
+    since_s = click.get_current_context().meta[options.SINCE]
     with options.open_progress(verbose=asked.verbose) as progress:
-        result, stored = resume(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
+        if stopped:
+            result, stored = resume(project, stopped, plan, progress, since_s=since_s)
+        else:
+            result, stored = run(project, query, plan, progress, since_s=since_s)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = run_cases("--resume" if result.end.interrupted else "--lf", root=options.before_command().root)
     with workflow_commands_off(text_file, on=asked.github):

@@ -1,7 +1,7 @@
 """A run: its cases, what is wrong with those that are not good, the totals, what tiers cover. Also as Markdown."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from harness.hints import VERIFY_GPUS
 from harness.matrix.tier import FATES, Coverage, Fate, Selection
@@ -10,6 +10,8 @@ from harness.report.sections import Block, Items, Section, Table, Verbatim, mark
 from harness.result import CaseResult, Place, ReferenceRun, RunResult, verdict_totals
 from harness.text import counted
 from harness.verdict import Finding, NotJudged, Verdict
+
+_TOLD_S = 0.05  # less is 0.0 in print
 
 
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool = False) -> list[Block]:
@@ -128,10 +130,16 @@ def _references(run: RunResult) -> Iterator[str]:
 
 
 def references_line(references: Sequence[ReferenceRun]) -> str:
-    """Return how many references were run for the cases, and their CPU seconds; empty where all were kept."""
+    """Return how many references were run, and the CPU seconds of each kind; empty where all were kept."""
     ran = [reference for reference in references if reference.ran]
-    seconds = sum(reference.cpu_s for reference in ran)
-    return f"references: {len(ran)} of {counted(len(references), 'reference')} run, {seconds:.1f} s CPU" if ran else ""
+    kinds = {kind: sum(each.cpu_s for each in ran if each.kind == kind) for kind in sorted({each.kind for each in ran})}
+    return f"references: {len(ran)} of {len(references)} run, {_in_words(kinds)}" if ran else ""
+
+
+def _in_words(parts: Mapping[str, float]) -> str:
+    """Return the CPU seconds of all parts, and of each that has some: "7.5 s CPU (cases 5.5, harness 2.0)"."""
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= _TOLD_S)
+    return f"{sum(parts.values()):.1f} s CPU{f' ({told})' if told else ''}"
 
 
 def devices_line(results: Iterable[CaseResult]) -> str:
@@ -165,14 +173,19 @@ def totals_words(verdicts: Sequence[Verdict]) -> str:
 
 
 def totals_line(run: RunResult) -> str:
-    """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
+    """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took.
+
+    Of these, what another run of the same cases does not take: of references that are kept from now on.
+    """
     counts = totals_words([result.verdict for result in run.results])
     stopped = " - interrupted" if run.end.interrupted else ""
     quarantined = sum(result.excused and bool(result.quarantined) for result in run.results)
     counts += f" ({quarantined} of them quarantined)" if quarantined else ""
     checks = run.check_totals
     judged = f"{counted(checks['judged'], 'check')} ran, {checks['not_judged']} did not; " if run.results else ""
-    seconds = f"{run.end.wall_s:.1f} s wall, {run.cpu_s:.1f} s CPU"
+    seconds = f"{run.end.wall_s:.1f} s wall, {_in_words(run.all_cpu_s)}"
+    if (saved := sum(reference.cpu_s for reference in run.end.references if reference.stored)) >= _TOLD_S:
+        seconds += f", of which a second run saves {saved:.1f}"
     return f"{counted(len(run.results), 'case')}: {counts}; {judged}{seconds}{stopped}"
 
 

@@ -48,6 +48,7 @@ class ReferenceRunner:
         self._runs: dict[str, Run] = {}  # those that did not finish, too: nothing would change
         self._asked: Counter[tuple[str, str]] = Counter()  # by kind and name
         self._outcomes: dict[tuple[str, str], list[JobOutcome]] = defaultdict(list)
+        self._written: set[tuple[str, str]] = set()
 
     @property
     def log(self) -> tuple[ReferenceRun, ...]:
@@ -59,6 +60,7 @@ class ReferenceRunner:
                 asked=times,
                 cpu_s=sum(attempt.cpu_s for outcome in self._outcomes[kind, name] for attempt in outcome.attempts),
                 ran=len(self._outcomes[kind, name]),
+                stored=(kind, name) in self._written,
                 retried=tuple(attempt.message for outcome in self._outcomes[kind, name] for attempt in outcome.earlier),
             )
             for (kind, name), times in sorted(self._asked.items())
@@ -111,6 +113,7 @@ class ReferenceRunner:
             with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
                 content = msgspec.msgpack.encode(run)
                 write_whole(self._path(reference), _seal(content) + content)
+                self._written.add((reference.kind, reference.name))
         return run
 
     def _with_distances(self, reference: Reference, run: Run) -> Run | None:

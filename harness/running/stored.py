@@ -50,6 +50,7 @@ def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False
         ),
         end=RunEnd(
             wall_s=sum(end.wall_s for end in ends),
+            harness_cpu_s=sum(end.harness_cpu_s for end in ends),
             interrupted=any(end.interrupted for end in ends) and not all(case.ran for case in cases.values()),
             provenance=_together([end.provenance for end in ends]),
             references=tuple(each for end in ends for each in end.references),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -41,7 +42,9 @@ def test_good_run(project: Inside, tmp_path_factory: pytest.TempPathFactory) -> 
     left = tmp_path_factory.mktemp("tmp")
     out, junit = project.folder / "result.json", project.folder / "junit.xml"
     files = ("--json", str(out), "--junit", str(junit), "--keep-logs", "logs", "--durations", "1")
+    before_s = ended_children_s()
     done = project.having(TMPDIR=str(left)).apart.run("run", "smoke", *CPU, "--timeout-s", "90", *files)
+    used_s = ended_children_s() - before_s
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 cases: 4 passed" in done.stdout
     assert "[cases 4/4]" in done.stderr
@@ -50,6 +53,8 @@ def test_good_run(project: Inside, tmp_path_factory: pytest.TempPathFactory) -> 
     assert not list(left.iterdir()) and len(list((project.folder / "logs").iterdir())) == 4
     document = read_run(out)
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
+    told_s = sum(document["all_cpu_s"].values())  # without what prints and writes it, half of what these ranks take
+    assert 0.5 * used_s < told_s < used_s + 0.1 and f" s wall, {told_s:.1f} s CPU (" in done.stdout
     listed = json.loads(project.run("list", "smoke", "--json", "-").stdout)
     assert [case["id"] for case in document["cases"]] == [case["id"] for case in listed]
     for case in document["cases"]:
@@ -64,6 +69,11 @@ def test_good_run(project: Inside, tmp_path_factory: pytest.TempPathFactory) -> 
     assert len(ElementTree.parse(junit).findall(".//testcase")) == 4
     again = project.shell(case["command"])
     assert again.returncode == 0 and "1 case: 1 passed" in again.stdout, again.stderr
+
+
+def ended_children_s() -> float:
+    """User + system seconds of all that this process has started and waited for."""
+    return sum(os.times()[2:4])
 
 
 def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:

@@ -236,6 +236,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) 
     witnesses = cache(FakeExecutor(ok()), blocked / "witnesses")
     assert witnesses.get(solo_reference(CASE)) is not None
     assert witnesses.get(solo_reference(CASE)) is not None
+    assert [(made.ran, made.stored) for made in witnesses.log] == [(1, False)]
 
 
 LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.", cpu_s=2.0)
@@ -255,4 +256,7 @@ def test_what_the_machine_ended_before_a_witness_was_made_is_kept_with_it(tmp_pa
     witnesses = cache(FakeExecutor(msgspec.structs.replace(ok(), cpu_s=3.0, earlier=(LOST,))), tmp_path)
     assert witnesses.get(bf16_reference(CASE)) == run_of(make_trace())
     (made,) = witnesses.log
-    assert (made.retried, made.cpu_s) == (("node b is gone.",), 5.0)
+    assert (made.retried, made.cpu_s, made.stored) == (("node b is gone.",), 5.0, True)
+    again = cache(FakeExecutor(), tmp_path)
+    assert again.get(bf16_reference(CASE)) is not None
+    assert [(made.ran, made.stored) for made in again.log] == [(0, False)]

@@ -13,7 +13,7 @@ from harness.report.case import case_section, finding_entry, headline
 from harness.report.evidence import golden_section, review_sections
 from harness.report.run import case_table, not_judged_section, run_markdown, run_sections, totals_line
 from harness.report.sections import Section, text_of
-from harness.result import CaseResult, RunResult, WithFix
+from harness.result import CaseResult, ReferenceRun, RunResult, WithFix
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import (
@@ -138,10 +138,23 @@ def test_the_report_has_a_block_for_what_is_not_good_only_and_counts_every_verdi
     assert "bad computed wrong numbers" in text
     assert "next: fp8-harness run bad -v" in text
     assert "known failed as" not in text and "run --case single" not in text
-    assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks ran, 0 did not; 12.3 s wall, 7.5 s CPU\n")
+    assert text.endswith(
+        "3 cases: 1 passed, 1 numeric, 1 known; 0 checks ran, 0 did not; 12.3 s wall, 7.5 s CPU (cases 7.5)\n"
+    )
     assert text_report(run(interrupted=True)) == "0 cases: nothing; 12.3 s wall, 0.0 s CPU - interrupted\n"
     line = totals_line(run(*(result(verdict.value, verdict) for verdict in Verdict)))
     assert all(f"1 {verdict.value}" in line for verdict in Verdict)
+
+
+def test_the_cpu_seconds_of_all_processes_are_told_and_those_that_a_second_run_saves() -> None:
+    made = ("solo", 1.0, True), ("noise", 2.0, True), ("noise", 2.5, False), ("replay", 0.25, False)
+    references = tuple(ReferenceRun(kind=kind, name=kind, cpu_s=seconds, stored=kept) for kind, seconds, kept in made)
+    kept = ReferenceRun(kind="bf16", name="kept", ran=0)
+    told = replace(run(result()).end, references=(*references, kept), harness_cpu_s=3.0)
+    text = text_report(replace(run(result()), end=told))
+    assert "references: 4 of 5 run, 5.8 s CPU (noise 4.5, replay 0.2, solo 1.0)\n" in text
+    parts = "11.2 s CPU (cases 2.5, references 5.8, harness 3.0), of which a second run saves 3.0"
+    assert text.endswith(f"12.3 s wall, {parts}\n")
 
 
 def test_headlines_are_cut_in_the_table_and_retries_and_expectations_are_visible() -> None:

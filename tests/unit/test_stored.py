@@ -390,12 +390,19 @@ def test_shards_become_one_run() -> None:
     two = make_result("a"), make_result("b", Verdict.CRASH)
     run = merged(
         [
-            shard(*two, name="v1", references=(solo,), left_out=("c", "d")),
-            shard(make_result("c"), name="v1", started="2025-01-01T00:00:00+00:00", provenance={"torch": "2"}),
+            shard(*two, name="v1", references=(solo,), left_out=("c", "d"), harness_cpu_s=3.0),
+            shard(
+                make_result("c"),
+                name="v1",
+                started="2025-01-01T00:00:00+00:00",
+                provenance={"torch": "2"},
+                harness_cpu_s=1.5,
+            ),
         ]
     )
     assert verdicts(run) == {"a": "passed", "b": "crash", "c": "passed"}
     assert (run.end.wall_s, run.cpu_s, run.exit_code, run.end.interrupted) == (4.0, 7.5, 1, False)
+    assert run.all_cpu_s == {"cases": 7.5, "references": 1.0, "harness": 4.5}
     assert (run.start.name, run.start.started, run.start.left_out) == ("v1", "2025-01-01T00:00:00+00:00", ("d",))
     assert (run.start.environment, run.end.provenance, run.end.references) == (OF_SHARDS, {"torch": "2"}, (solo,))
     assert run.totals["passed"] == 2 and run.totals["crash"] == 1
