@@ -134,20 +134,6 @@ def read_chosen(path: Path) -> tuple[ChosenCase, ...]:
     return tuple(_chosen(toml, table, index) for index, table in enumerate(toml.tables("case")))
 
 
-def chosen_file(tier: str, chosen: Iterable[ChosenCase]) -> bytes:
-    import tomli_w
-
-    head = (
-        f"# The cases of tier {tier}: written by `fp8-harness dev tier {tier}`, never by hand. Each has the CPU\n"
-        "# seconds that it was expected to cost and what it is there for.\n\n"
-    )
-    tables = [
-        {"id": case_id(choice.case), "cost_cpu_s": round(choice.cost_cpu_s, 1), "reason": choice.reason}
-        for choice in chosen
-    ]
-    return (head + tomli_w.dumps({"case": tables})).encode()
-
-
 def _chosen(toml: TomlFile, table: object, index: int) -> ChosenCase:
     known = toml.check_keys("case", index, table=table, known=("id", "cost_cpu_s", "reason"))
     try:

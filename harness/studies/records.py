@@ -19,11 +19,10 @@ from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.evidence.costs import Costs, case_features, solo_features
-from harness.evidence.golden import Golden, make_golden, provenance_of, source_commit
+from harness.evidence.golden import Golden, make_golden, source_commit
 from harness.evidence.profile import Profile, load_profile, make_profile
 from harness.evidence.references import RunsByRole
 from harness.evidence.sealed import stored_or_why
-from harness.evidence.verified import VerifiedWith
 from harness.expect.expectations import FORMULAS, Expectations
 from harness.hints import fit_costs as fit_costs_command
 from harness.matrix.case import Case
@@ -37,7 +36,6 @@ from harness.running.identity import check_targets
 from harness.running.plan import Injection, Plan
 from harness.running.progress import Progress
 from harness.running.stored import read_results
-from harness.sources import evidence_key
 from harness.text import timestamp
 from harness.trace import Run
 from harness.verdict import Verdict
@@ -186,18 +184,6 @@ def _compares(result: CaseResult, formula: str) -> bool:
     else:
         checks = result.checks if result.verdict in (Verdict.PASSED, Verdict.CHANGED) else ()
     return any(check.formula == formula and check.name in checks for check in CHECKS)
-
-
-def verified_with(project: Project, run: RunResult, *, reason: str, command: str) -> VerifiedWith:
-    """Return the record of what a run verified, with the versions that its ranks reported."""
-    traces = (trace for result in run.results if result.run is not None for trace in result.run.traces)
-    provenance = provenance_of(next(traces), command=command, reason=reason, commit=source_commit(project.root))
-    return VerifiedWith(
-        torch=evidence_key(provenance.software["torch"]),
-        torchao=evidence_key(provenance.software["torchao"]),
-        cases=verification(run).verified,
-        provenance=provenance,
-    )
 
 
 def fit_costs(file: Path, *, command: str) -> Costs:

@@ -1,4 +1,4 @@
-"""The base of everything that ranks record, what an injection asks of them, and what torch reports about devices."""
+"""The base of everything that ranks record and what an injection asks of them."""
 
 import msgspec
 
@@ -15,23 +15,3 @@ class Patch(Record, frozen=True, kw_only=True):
 
     text: str
     source: bytes = b""
-
-
-class DeviceFacts(Record, frozen=True, kw_only=True):
-    """One CUDA device. `free_bytes` is what no process holds."""
-
-    index: int
-    name: str
-    capability: tuple[int, int]  # (9, 0)
-    total_bytes: int
-    free_bytes: int
-
-
-class TorchFacts(Record, frozen=True, kw_only=True):
-    """The build of torch and its devices. `cuda` and `nccl` are versions; empty if torch was built without."""
-
-    torch: str
-    cuda: str = ""
-    nccl: str = ""
-    devices: tuple[DeviceFacts, ...] = ()
-    error: str = ""  # why torch shows no devices, in its own words

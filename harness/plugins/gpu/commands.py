@@ -10,12 +10,14 @@ from harness.cli import options
 from harness.cli.baseline_update import check_committed, require_reason
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.verified import LEVELS, Level, add_verified, read_verified
+from harness.evidence.golden import provenance_of, source_commit
+from harness.evidence.verified import LEVELS, Level, VerifiedWith, add_verified, read_verified
 from harness.matrix.choice import PlantedFault, catalogue_of_faults
 from harness.plugins.gpu.formulas import formulas_sections, verified_line
 from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
 from harness.plugins.gpu.record import (
     LevelReport,
+    TorchFacts,
     changes,
     level_line,
     level_section,
@@ -25,11 +27,12 @@ from harness.plugins.gpu.record import (
 )
 from harness.project import Project
 from harness.report.sections import Items, markdown
+from harness.result import RunResult
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query
-from harness.studies.records import verification, verified_with
+from harness.sources import evidence_key
+from harness.studies.records import verification
 from harness.studies.surviving import RanksFailed
-from harness.trace.record import TorchFacts
 from harness.verdict import ExitCode
 from harness.workflow import run
 
@@ -179,9 +182,21 @@ def _verify_formulas(
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
     if agreement.verified and not dry_run:
-        new = verified_with(project, result, reason=reason, command=options.typed_command())
+        new = _verified_with(project, result, reason=reason, command=options.typed_command())
         click.echo(f"stored in {add_verified(project.root, new)}")
     return ExitCode.GOOD if agreement.complete else ExitCode.FAILED
+
+
+def _verified_with(project: Project, run: RunResult, *, reason: str, command: str) -> VerifiedWith:
+    """Return the record of what a run verified, with the versions that its ranks reported."""
+    traces = (trace for result in run.results if result.run is not None for trace in result.run.traces)
+    provenance = provenance_of(next(traces), command=command, reason=reason, commit=source_commit(project.root))
+    return VerifiedWith(
+        torch=evidence_key(provenance.software["torch"]),
+        torchao=evidence_key(provenance.software["torchao"]),
+        cases=verification(run).verified,
+        provenance=provenance,
+    )
 
 
 def _list(project: Project) -> int:

@@ -29,7 +29,7 @@ from harness.matrix.caseid import case_id, family_id
 from harness.matrix.choice import PlantedFault, catalogue_of_faults
 from harness.matrix.rules import expected_refusal
 from harness.plugins.gpu import kernels
-from harness.plugins.gpu.record import LevelItem, LevelReport
+from harness.plugins.gpu.record import LevelItem, LevelReport, TorchFacts
 from harness.project import Project
 from harness.registry import answer
 from harness.request import Arithmetic
@@ -43,10 +43,9 @@ from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies import noise
 from harness.studies.records import SanityJudge, make_goldens, needed_references
 from harness.text import binary_bytes, counted, timestamp
-from harness.trace.record import TorchFacts
 from harness.workflow import run, run_cases
 
-_FACTS_PROGRAM = "harness.worker.facts"
+_FACTS_PROGRAM = "harness.plugins.gpu.worker.facts"
 _FACTS_DEADLINE_S = 120.0
 _IN_USE_BYTES = 1 << 30  # what a driver and an idle context hold is less
 ARITHMETIC: Mapping[Level, Arithmetic] = {"kernel": "kernel", "proof": "exact", "native": "kernel"}

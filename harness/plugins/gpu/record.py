@@ -16,6 +16,7 @@ from harness.evidence.verified import LEVELS, Level
 from harness.report.sections import Facts, Items, Section
 from harness.result import Environment
 from harness.text import changed_facts, counted
+from harness.trace.record import Record
 
 # Changes of a number by more than this factor are reported; smaller ones come from other schedules and algorithms.
 REPORTED_FROM = 2.0
@@ -26,6 +27,26 @@ _SHOWS: dict[Level, str] = {
     "native": "The kernels and collectives of the device in bfloat16",
 }
 _MOST_CHANGES = 40
+
+
+class DeviceFacts(Record, frozen=True, kw_only=True):
+    """One CUDA device. `free_bytes` is what no process holds."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]  # (9, 0)
+    total_bytes: int
+    free_bytes: int
+
+
+class TorchFacts(Record, frozen=True, kw_only=True):
+    """The build of torch and its devices. `cuda` and `nccl` are versions; empty if torch was built without."""
+
+    torch: str
+    cuda: str = ""
+    nccl: str = ""
+    devices: tuple[DeviceFacts, ...] = ()
+    error: str = ""  # why torch shows no devices, in its own words
 
 
 class LevelItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

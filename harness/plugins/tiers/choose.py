@@ -299,3 +299,17 @@ def _reasons(
         fate = "must be refused" if refused else "has a known issue"
         reasons.setdefault(case_id(case), f"{fate}: no other case can cover this")
     return reasons
+
+
+def chosen_file(tier: str, chosen: Iterable[ChosenCase]) -> bytes:
+    import tomli_w
+
+    head = (
+        f"# The cases of tier {tier}: written by `fp8-harness dev tier {tier}`, never by hand. Each has the CPU\n"
+        "# seconds that it was expected to cost and what it is there for.\n\n"
+    )
+    tables = [
+        {"id": case_id(choice.case), "cost_cpu_s": round(choice.cost_cpu_s, 1), "reason": choice.reason}
+        for choice in chosen
+    ]
+    return (head + tomli_w.dumps({"case": tables})).encode()

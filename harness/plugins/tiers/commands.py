@@ -9,8 +9,8 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.costs import read_costs, write_costs
 from harness.matrix.casefile import read_case_file
-from harness.matrix.choice import chosen_file, chosen_path, planted_faults
-from harness.plugins.tiers.choose import choose
+from harness.matrix.choice import chosen_path, planted_faults
+from harness.plugins.tiers.choose import choose, chosen_file
 from harness.project import Project
 from harness.registry import needed
 from harness.running.selection import recorded_faults

@@ -23,8 +23,10 @@ from harness.plugins.gpu.kernel_checks import KernelCheck, KernelObservation
 from harness.plugins.gpu.kernels import allowed_of_sum, conclude, reason_of, refusal_checks, value_checks
 from harness.plugins.gpu.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
 from harness.plugins.gpu.record import (
+    DeviceFacts,
     LevelItem,
     LevelReport,
+    TorchFacts,
     changes,
     level_line,
     level_path,
@@ -38,7 +40,6 @@ from harness.report.sections import markdown
 from harness.result import Environment
 from harness.running.plan import Plan
 from harness.running.selection import Query
-from harness.trace.record import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.plugins.faults.unit.test_mutation import make_trial
 

@@ -11,11 +11,11 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, parse_case_file
 from harness.matrix.caseid import case_id
-from harness.matrix.choice import Price, carried, chosen_file, read_chosen
+from harness.matrix.choice import Price, carried, read_chosen
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.tier import coverage, select, tier_spaces
 from harness.plugins.faults.faults import all_faults
-from harness.plugins.tiers.choose import CheapCover, choose
+from harness.plugins.tiers.choose import CheapCover, choose, chosen_file
 from tests.builders import make_known
 
 SMALL = """

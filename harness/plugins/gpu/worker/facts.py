@@ -7,7 +7,7 @@ import torch
 from torch.cuda import nccl
 
 from harness.engine.program import RankContext
-from harness.trace.record import DeviceFacts, TorchFacts
+from harness.plugins.gpu.record import DeviceFacts, TorchFacts
 
 
 def preload(options: Mapping[str, str]) -> None:
