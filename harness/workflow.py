@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from harness.engine.hardware import Device
-from harness.engine.processes import cpu_s
+from harness.engine.linux import cpu_s
 from harness.errors import HarnessError
 from harness.evidence.references import Reference
 from harness.hints import run_cases as run_command

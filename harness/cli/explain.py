@@ -10,7 +10,6 @@ import msgspec
 from harness.cli.options import json_option, names_of, print_note, print_or_write, print_sections, project_of
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
-from harness.evidence.verified import doubts, read_verified
 from harness.expect.compiled import fusion_candidates
 from harness.expect.expectations import Expectations
 from harness.hints import VERIFY_FORMULAS
@@ -29,13 +28,10 @@ from harness.registry import answer, is_llama
 from harness.report.checks import checks_markdown, explained, is_explained
 from harness.report.run import place_words
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
-from harness.report.support import support_markdown
 from harness.run_options import PARTS, TITLES, PlanOptions, RunOptions, options_of
-from harness.running.case_judge import known_here
 from harness.running.machine import internals_here
 from harness.running.plan import Plan, plan_without_ranks
 from harness.running.selection import cases_to_explain, expected_cost
-from harness.sources import PACKAGES, installed_versions
 
 _OPTIONS = (
     "Options with * are stored with a run, and `--lf` repeats them. Other commands that run cases take `--device`, and "
@@ -104,6 +100,8 @@ def explain(words: tuple[str, ...], *, listed: str | None, json_file: Path | Non
         return
     project = project_of(() if any(map(is_explained, words)) else words)
     if listed == "support":
+        from harness.report.support import support_markdown
+
         click.echo(support_markdown(project), nl=False)
         return
     print_sections(_explained(project, words))
@@ -219,6 +217,9 @@ def _fusion_section(case: Case) -> Section:
 
 def _unverified_section(project: Project) -> Section:
     """Return the formulas that were not verified with the installed versions: what they disagree with is `changed`."""
+    from harness.evidence.verified import doubts, read_verified
+    from harness.sources import PACKAGES, installed_versions
+
     installed = installed_versions(PACKAGES)
     doubted = doubts(read_verified((project.shipped, project.root)), installed)
     versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
@@ -227,6 +228,8 @@ def _unverified_section(project: Project) -> Section:
 
 
 def _rules(project: Project, case: Case) -> Iterator[Block]:
+    from harness.running.case_judge import known_here
+
     explanation, faults = explain_rules(case), matching(known_here(project), case)
     yield from (_rule("excluded:", rule) for rule in explanation.exclusions)
     if explanation.refusal is not None:

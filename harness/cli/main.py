@@ -11,13 +11,11 @@ from typing import Any
 import click
 
 from harness.cli.options import OTHERS, SINCE, LazyGroup, run_options
-from harness.engine.hardware import cpu_name
-from harness.engine.processes import cpu_s
+from harness.engine.linux import cpu_s
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, allowed_values, example, out_of_scope, said
 from harness.matrix.synonyms import meanings
 from harness.run_options import AppOptions, options_of
-from harness.sources import installed_source, installed_version
 from harness.text import printable
 from harness.verdict import ExitCode
 
@@ -60,6 +58,9 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     """Print versions, folders and digests of the packages that a run depends on."""
     if not value:
         return
+    from harness.engine.hardware import cpu_name
+    from harness.sources import installed_source, installed_version
+
     for name, module in (("fp8-harness", "harness"), ("torch", "torch"), ("torchao", "torchao"), ("numpy", "numpy")):
         version, source = installed_version(name) or "not installed", installed_source(module)
         click.echo(f"{name} {version}" if source is None else f"{name} {version} {source.digest[:12]} {source.folder}")

@@ -10,7 +10,6 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.environments import given_words, refuse_with_env, run_in_environments
 from harness.cli.new import checked_case
 from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
@@ -61,6 +60,8 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
         query = _of_axes(query, asked.axes)
     project = options.project_of(query.sources)
     if asked.environments:
+        from harness.cli.environments import given_words, refuse_with_env, run_in_environments
+
         refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
         words = given_words(click.get_current_context().params.keys() - {"environments"})
         return run_in_environments(project, asked.environments, words)

@@ -39,6 +39,11 @@ def read_text(path: Path) -> str:
         return ""
 
 
+def cpu_s() -> float:
+    """Return the user + system seconds of this process, and of all that it has started and waited for."""
+    return sum(os.times()[:4])
+
+
 MACHINES = ("x86_64", "aarch64")  # whose system calls `worker/virtual/fabric.py` knows
 
 

@@ -55,11 +55,6 @@ def child_environ(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), **_LOCALE, **_DEVICES, **extra}
 
 
-def cpu_s() -> float:
-    """Return the user + system seconds of this process, and of all that it has started and waited for."""
-    return sum(os.times()[:4])
-
-
 def start(
     command: Sequence[str], output: IO[bytes], *, environ: Mapping[str, str], fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:

@@ -11,8 +11,6 @@ from harness.result import CaseResult, Place, ReferenceRun, RunResult, verdict_t
 from harness.text import counted
 from harness.verdict import Finding, NotJudged, Verdict
 
-_TOLD_S = 0.05  # less is 0.0 in print
-
 
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool = False) -> list[Block]:
     """Return the report for people; `rerun` is the command that runs what was not run.
@@ -138,7 +136,7 @@ def references_line(references: Sequence[ReferenceRun]) -> str:
 
 def _in_words(parts: Mapping[str, float]) -> str:
     """Return the CPU seconds of all parts, and of each that has some: "7.5 s CPU (cases 5.5, harness 2.0)"."""
-    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= _TOLD_S)
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if round(seconds, 1))
     return f"{sum(parts.values()):.1f} s CPU{f' ({told})' if told else ''}"
 
 
@@ -184,8 +182,8 @@ def totals_line(run: RunResult) -> str:
     checks = run.check_totals
     judged = f"{counted(checks['judged'], 'check')} ran, {checks['not_judged']} did not; " if run.results else ""
     seconds = f"{run.end.wall_s:.1f} s wall, {_in_words(run.all_cpu_s)}"
-    if (saved := sum(reference.cpu_s for reference in run.end.references if reference.stored)) >= _TOLD_S:
-        seconds += f", of which a second run saves {saved:.1f}"
+    if saved := round(sum(reference.cpu_s for reference in run.end.references if reference.stored), 1):
+        seconds += f", of which a second run saves {saved}"
     return f"{counted(len(run.results), 'case')}: {counts}; {judged}{seconds}{stopped}"
 
 
