@@ -28,17 +28,17 @@ def numerics_of(device: str, backend: Backend, arithmetic: Arithmetic) -> Numeri
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Random errors as large as those of float8, in a case without FP8 (`worker/training/noise.py`)."""
 
-    draw: int  # seed of the errors
+    draws: tuple[int, ...]  # seeds of the errors: each is a training of its own
     float8_fqns: tuple[str, ...]  # linears with the errors of float8; all others have those of bfloat16
     grad_output_dtype: str  # float8 dtype of their gradients
     saturates: bool = False  # scales of blocks are rounded down, which cuts the largest values of some
 
 
-def noise_of(case: Case, draw: int, float8_fqns: tuple[str, ...]) -> Noise:
-    """Return the errors of a BF16 run where the case casts these linears to float8."""
+def noise_of(case: Case, draws: tuple[int, ...], float8_fqns: tuple[str, ...]) -> Noise:
+    """Return the errors of BF16 runs where the case casts these linears to float8."""
     traits = case.float8.traits
     return Noise(
-        draw=draw,
+        draws=draws,
         float8_fqns=float8_fqns,
         grad_output_dtype=traits.grad_output_dtype,
         saturates=traits.rounds_scales_down,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.evidence.references import ALL_STORED, BF16, NOISE, PARTNER, Reference, Stored, needs
+from harness.evidence.references import ALL_STORED, BF16, DRAWS, NOISE, PARTNER, Reference, Stored, needs
 from harness.evidence.sealed import Sealed, holder, read_sealed, write_sealed
 from harness.expect.expectations import Expectations
 from harness.expect.memory import expected_saved
@@ -33,8 +33,9 @@ RANK_BYTES = 250e6  # of its own process: what torch and a warmed-up rank keep b
 # What a replay needs is a gradient and an update of every parameter in float32, of every step; copies of it are in the
 # process that reads or writes it, and over all processes (measured with 30 million parameters, 2 steps).
 _RECORDED_BYTES, _COPIES_IN_PROCESS, _COPIES = 8, 5, 12
+_TRAININGS = DRAWS + 2  # of a noisy reference: without errors at the start and at the end
 # Of a larger model each reference takes what the case takes; one in BF16 less: 3 for five (15 million parameters).
-_SHARES = {BF16: 0.6, NOISE[0].partition(" ")[0]: 0.6}
+_SHARES = {BF16: 0.6, NOISE: 0.6 * _TRAININGS}
 
 
 class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +65,10 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the CPU seconds of a reference, which computes the batch on one rank unless it is a counterpart."""
         if reference.role == PARTNER:
             return self.case_s(reference.case)
-        return _weighted(self.solo, solo_features(reference.case))
+        features = solo_features(reference.case)
+        if reference.role == NOISE:
+            features = {name: value * (1 if name == "run" else _TRAININGS) for name, value in features.items()}
+        return _weighted(self.solo, features)
 
 
 def _references(case: Case, stored: Stored) -> tuple[Reference, ...]:
@@ -167,7 +171,7 @@ def estimate(case: Case, costs: Costs, stored: Stored = ALL_STORED) -> Estimate:
     rank, witness = _rank_bytes(case), _rank_bytes(_on_one_rank(case))
     return Estimate(
         case_cpu_s=price.own_s + more_s,
-        witness_cpu_s=witness_s + more_s * sum(_SHARES.get(each.kind, 1.0) for each in _references(case, stored)),
+        witness_cpu_s=witness_s + more_s * sum(_SHARES.get(each.role, 1.0) for each in _references(case, stored)),
         process_bytes=max(rank, witness) + _COPIES_IN_PROCESS * recorded,
         all_bytes=max(rank * case.world_size, witness) + _COPIES * recorded,
         rough=more_s > 0,

@@ -18,8 +18,7 @@ from harness.trace.record import Patch
 
 DRAWS = 4  # of random errors, for a tolerance that was not measured
 
-SOLO, OPERANDS, BF16, PARTNER, REPLAY = "solo", "operands", "bf16", "partner", "replay"
-NOISE = tuple(f"noise {draw}" for draw in range(1, DRAWS + 1))
+SOLO, OPERANDS, BF16, NOISE, PARTNER, REPLAY = "solo", "operands", "bf16", "noise", "partner", "replay"
 
 RunsByRole = Mapping[str, Run | None]  # by role; None if it was stopped, without traces where it did not finish
 
@@ -36,10 +35,6 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     request: RunRequest | None
     kept: bool = True  # on disk, for other runs
     replayed: bool = False  # its own modules are replayed too: it stands for those of a compiled case
-
-    @property
-    def kind(self) -> str:
-        return self.role.partition(" ")[0]
 
     @property
     def world_size(self) -> int:
@@ -78,11 +73,10 @@ def needs(
     wanted = []
     if sketched or (expect.model is None and "model" in recorded):
         wanted.append(solo_reference(case))
-    if derives or not stored.golden:
+    if not stored.golden:
         wanted.append(bf16_reference(case))
     if derives:
-        converted = None if expect.model is None else expect.converted_fqns
-        wanted += [noisy_reference(case, draw, converted) for draw in range(1, DRAWS + 1)]
+        wanted.append(noisy_reference(case, None if expect.model is None else expect.converted_fqns))
     if sketched and with_partner and expect.relation is not None:
         wanted.append(partner_reference(expect, fixes))
     if sketched and "module_tensors" in recorded:
@@ -105,21 +99,25 @@ def operands_reference(case: Case) -> Reference:
 
 
 def bf16_reference(case: Case) -> Reference:
-    """Return the BF16 reference on one rank: instead of a golden, and for derived tolerances."""
+    """Return the BF16 reference on one rank, instead of a golden."""
     reference = reference_case(case)
     request = RunRequest(case=reference, probes=("sketches",))
     return Reference(role=BF16, name=f"reference {case_id(reference)}", case=reference, request=request)
 
 
-def noisy_reference(case: Case, draw: int, converted: tuple[str, ...] | None) -> Reference:
-    """Return the BF16 reference with random errors where the case casts; `converted`: its linears in float8."""
+def noisy_reference(case: Case, converted: tuple[str, ...] | None) -> Reference:
+    """Return the BF16 reference without random errors, and with all draws of them where the case casts.
+
+    `converted`: its linears in float8.
+    """
     reference, float8 = reference_case(case), case.float8
     rounded = Float8(recipe=float8.recipe, output_layer=float8.output_layer, filter_fqns=float8.filter_fqns)
-    name = f"noise {draw} {case_id(msgspec.structs.replace(reference, float8=rounded))}"
+    name = f"noise {case_id(msgspec.structs.replace(reference, float8=rounded))}"
     request = None
     if converted is not None:
-        request = RunRequest(case=reference, probes=("sketches",), noise=noise_of(case, draw, converted))
-    return Reference(role=NOISE[draw - 1], name=name, case=reference, request=request)
+        noise = noise_of(case, tuple(range(1, DRAWS + 1)), converted)
+        request = RunRequest(case=reference, probes=("sketches",), noise=noise)
+    return Reference(role=NOISE, name=name, case=reference, request=request)
 
 
 def partner_reference(expect: Expectations, fixes: Mapping[str, Patch] = MappingProxyType({})) -> Reference:

@@ -248,16 +248,13 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, have: RunsByRole,
     """
     loss, parity_of = witnesses.tolerance, _parity_tolerance(case, witnesses, have)
     witnesses = replace(witnesses, parity_tolerance=parity_of)
-    if not set(references.NOISE) & have.keys():
-        return witnesses
-    reference, drawn = have.get(references.BF16), [have.get(role) for role in references.NOISE]
-    complete = [draw for draw in map(finished, drawn) if draw is not None]
-    if finished(reference) is None or reference is None or len(complete) < len(references.NOISE):
-        failed = [ended for ended in (reference, *drawn) if ended is not None and not ended.complete]
-        return replace(witnesses, underived=failed[0] if failed else None)
+    reference = have.get(references.NOISE)
+    if reference is None or not reference.complete:
+        return replace(witnesses, underived=reference)
+    draws = [Run(traces=(draw,), failures=()) for draw in reference.traces[0].draws or ()]
     if parity_of is None and _is_sketched(run):
-        parity_of = derived_parity_tolerance(case, reference, complete, witnesses.expect.numerics)
-    loss = loss or derived_tolerance(case, reference, complete)
+        parity_of = derived_parity_tolerance(case, reference, draws, witnesses.expect.numerics)
+    loss = loss or derived_tolerance(case, reference, draws)
     return replace(witnesses, tolerance=loss, parity_tolerance=parity_of)
 
 

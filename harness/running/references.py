@@ -20,6 +20,7 @@ from harness.durable import WriteFailed, write_whole
 from harness.engine.messages import JobOutcome
 from harness.evidence.references import OPERANDS, SOLO, Reference, RunsByRole, replay_reference
 from harness.project import Project
+from harness.request import Noise, RunRequest
 from harness.result import ReferenceRun
 from harness.running.executor import Executor
 from harness.running.identity import target_digest, witness_key
@@ -75,7 +76,7 @@ class ReferenceRunner:
 
         `ahead`: no case asks for it yet.
         """
-        self._asked[reference.kind, reference.name] += not ahead
+        self._asked[reference.role, reference.name] += not ahead
         if not reference.kept:
             return self._finished(reference)
         with self._locks[reference.name]:
@@ -100,13 +101,9 @@ class ReferenceRunner:
         """Return a new run, stored where it finished."""
         request = reference.request
         assert request is not None, f"{reference.name} waits for the run of its case"
-        outcome = self._executor.serve(request)
-        if outcome is None:
-            return None
-        self._outcomes[reference.kind, reference.name].append(outcome)
-        if outcome.status == "infra":
-            raise ReferenceLost(f"{reference.name}, with which this case is compared: {outcome.message}")
-        run: Run | None = _ended(outcome)
+        run = self._served(reference, request)
+        if run is not None and request.noise is not None and run.complete and run.traces[0].draws is None:
+            run = self._drawn_apart(reference, request, request.noise)
         if run is not None and run.complete and reference.replayed:
             run = self._with_distances(reference, run)
         if run is not None and run.complete and reference.kept:
@@ -115,6 +112,27 @@ class ReferenceRunner:
                 write_whole(self._path(reference), _seal(content) + content)
                 self._written.add((reference.kind, reference.name))
         return run
+
+    def _served(self, reference: Reference, request: RunRequest) -> Run | None:
+        outcome = self._executor.serve(request)
+        if outcome is None:
+            return None
+        self._outcomes[reference.role, reference.name].append(outcome)
+        if outcome.status == "infra":
+            raise ReferenceLost(f"{reference.name}, with which this case is compared: {outcome.message}")
+        return _ended(outcome)
+
+    def _drawn_apart(self, reference: Reference, request: RunRequest, noise: Noise) -> Run | None:
+        """Run each draw in a process of its own: what this target builds changes what it builds next."""
+        draws = [None, *(msgspec.structs.replace(noise, draws=(draw,)) for draw in noise.draws)]
+        runs = list[Run]()
+        for draw in draws:
+            run = self._served(reference, msgspec.structs.replace(request, noise=draw))
+            if run is None or not run.complete:
+                return run
+            runs.append(run)
+        plain, *drawn = (run.traces[0] for run in runs)
+        return msgspec.structs.replace(runs[0], traces=(msgspec.structs.replace(plain, draws=tuple(drawn)),))
 
     def _with_distances(self, reference: Reference, run: Run) -> Run | None:
         again = self.get(replay_reference(reference.case, run))

@@ -57,6 +57,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     experts: ExpertTrace | None = None
     module_tensors: tuple[ModuleShard, ...] | None = None
     module_distances: tuple[ModuleDistance, ...] | None = None  # of a replay alone
+    draws: tuple["RankTrace", ...] | None = None  # the same run with random errors: of a noisy reference alone
 
     def expert_calls(self, step: int) -> tuple[ExpertCall, ...]:
         return tuple(call for call in self.experts.calls if call.step == step) if self.experts is not None else ()

@@ -114,6 +114,10 @@ def rank_main(context: RankContext) -> bytes:
         from harness.worker.training.replay import replay
 
         return msgspec.msgpack.encode(replay(request, device))
+    if request.noise is not None and len(request.noise.draws) > 1:
+        from harness.worker.training.draws import train_draws
+
+        return msgspec.msgpack.encode(train_draws(request, device, PROCESS.phase.begin, virtual))
     return msgspec.msgpack.encode(train(request, device, PROCESS.phase.begin, virtual, context.folder))
 
 

@@ -15,7 +15,7 @@ from harness.checks.judge import Judgement
 from harness.checks.loss_vs_golden import LOSS, NO_GOLDEN, NO_TOLERANCE
 from harness.checks.parity import NO_REFERENCE
 from harness.evidence.golden import write_golden
-from harness.evidence.references import BF16, NOISE, OPERANDS, PARTNER, REPLAY, SOLO, Reference, RunsByRole
+from harness.evidence.references import BF16, DRAWS, NOISE, OPERANDS, PARTNER, REPLAY, SOLO, Reference, RunsByRole
 from harness.evidence.tolerance import tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
@@ -139,9 +139,9 @@ def test_references_are_named_before_the_run_and_again_by_what_it_recorded() -> 
 
 def test_without_evidence_references_are_planned_for_it() -> None:
     assert roles(judge(golden=None).needs(CASE, make_run(CASE))) == [BF16]
-    assert roles(judge(tolerance=None).needs(CASE, make_run(CASE))) == [BF16, *NOISE]
+    assert roles(judge(tolerance=None).needs(CASE, make_run(CASE))) == [NOISE]
     assert roles(judge(parity_tolerance=None).needs(CASE, make_run(CASE))) == []
-    assert roles(judge(parity_tolerance=None).needs(CASE, SKETCHED)) == [SOLO, BF16, *NOISE]
+    assert roles(judge(parity_tolerance=None).needs(CASE, SKETCHED)) == [SOLO, NOISE]
 
 
 def test_a_sketched_run_without_its_reference_is_not_judged_by_parity() -> None:
@@ -184,14 +184,14 @@ def test_without_a_stored_golden_the_reference_is_compared_with() -> None:
 
 
 def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> None:
-    reference, noisy = (run_of(make_trace(reference_case(CASE), losses=of)) for of in ((8.0, 7.0), (8.02, 7.02)))
-    have = {BF16: reference, **dict.fromkeys(NOISE, noisy)}
+    reference, noisy = (make_trace(reference_case(CASE), losses=of) for of in ((8.0, 7.0), (8.02, 7.02)))
+    have = {NOISE: run_of(replace(reference, draws=(noisy,) * DRAWS))}
     run, far = make_run(CASE, losses=(8.15, 7.8)), make_run(CASE, losses=(8.3, 7.8))
     assert judge(tolerance=None).judge(CASE, run, "ok", have).verdict is Verdict.PASSED
     (finding,) = findings(far, have, tolerance=None)
     assert finding.rule == LOSS.name and finding.values["allowed"] == pytest.approx(0.24)
     assert "derived from 4 BF16 runs" in finding.details
-    for incomplete in ({}, {BF16: reference}, {**have, NOISE[1]: None}):
+    for incomplete in ({}, {NOISE: None}, {NOISE: Run(traces=(), failures=())}):
         (finding,) = findings(run, incomplete, tolerance=None)
         assert (finding.rule, finding.judged) == (NO_TOLERANCE.name, False)
 

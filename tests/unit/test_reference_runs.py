@@ -52,7 +52,7 @@ class FakeExecutor:
     def serve(self, request: RunRequest) -> JobOutcome | None:
         kind, noise = "solo" if request.solo else "plain", request.noise
         if noise is not None:
-            kind = f"noise {noise.draw} in {len(noise.float8_fqns)} with {noise.grad_output_dtype}"
+            kind = f"noise {noise.draws} in {len(noise.float8_fqns)} with {noise.grad_output_dtype}"
         kind = " with ".join([kind, *(injection.text for injection in request.injections)])
         if request.replayed:
             self.asked.append(("replay", case_id(request.case), ()))
@@ -83,21 +83,35 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
     assert executor.asked == [("plain", "single-bf16-v2048-b16", ("sketches",))]
 
 
-def test_noisy_references_are_of_the_recipe_and_of_one_draw_each(tmp_path: Path) -> None:
-    executor = FakeExecutor(ok())
+def test_noisy_references_are_of_the_recipe(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok(make_trace(draws=(make_trace(),))))
     witnesses = cache(executor, tmp_path)
     others = ("fsdp2-tensorwise-v2048-b16", "tp2-tensorwise-head.fp8-v2048-b16", "single-rowwise-v2048-b16")
     for case in (CASE, *map(parse_case_id, others)):
-        assert witnesses.get(noisy_reference(case, 1, converted_fqns(case))) is not None
-    assert witnesses.get(noisy_reference(CASE, 2, converted_fqns(CASE))) is not None
+        assert witnesses.get(noisy_reference(case, converted_fqns(case))) is not None
     noises = [kind for kind, _, _ in executor.asked]
     assert noises == [  # the second case shares the errors of the first
-        "noise 1 in 14 with float8_e5m2",
-        "noise 1 in 15 with float8_e5m2",
-        "noise 1 in 14 with float8_e4m3fn",
-        "noise 2 in 14 with float8_e5m2",
+        "noise (1, 2, 3, 4) in 14 with float8_e5m2",
+        "noise (1, 2, 3, 4) in 15 with float8_e5m2",
+        "noise (1, 2, 3, 4) in 14 with float8_e4m3fn",
     ]
     assert {(case, probes) for _, case, probes in executor.asked} == {("single-bf16-v2048-b16", ("sketches",))}
+
+
+def test_draws_that_are_not_independent_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    class Apart(FakeExecutor):
+        def serve(self, request: RunRequest) -> JobOutcome | None:
+            super().serve(request)
+            draws = () if request.noise is None else request.noise.draws
+            return ok() if len(draws) > 1 else ok(make_trace(losses=(8.0 + sum(draws),)))
+
+    executor = Apart()
+    run = cache(executor, tmp_path).get(noisy_reference(CASE, ()))
+    assert run is not None and run.complete
+    (plain,) = run.traces
+    assert [trace.steps[0].loss for trace in (plain, *(plain.draws or ()))] == [8.0, 9.0, 10.0, 11.0, 12.0]
+    kinds = [kind.partition(" in ")[0] for kind, _, _ in executor.asked]
+    assert kinds == ["noise (1, 2, 3, 4)", "plain", "noise (1,)", "noise (2,)", "noise (3,)", "noise (4,)"]
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -245,7 +259,7 @@ LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.
 def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(LOST), tmp_path)
     kinds = (solo_reference, operands_reference, bf16_reference, unprobed_reference)
-    others = (partner_reference(Expectations(CASE)), noisy_reference(CASE, 1, ()))
+    others = (partner_reference(Expectations(CASE)), noisy_reference(CASE, ()))
     for reference in (*(kind(CASE) for kind in kinds), *others):
         with pytest.raises(ReferenceLost, match=r"with which this case is compared: node b is gone\."):
             witnesses.get(reference)

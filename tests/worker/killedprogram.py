@@ -45,7 +45,9 @@ def preload(options: Mapping[str, str]) -> None:
 
 def rank_main(context: RankContext) -> bytes:
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
-    result = msgspec.msgpack.encode(make_trace(request.case, context.rank))
+    trace = make_trace(request.case, context.rank)
+    draws = None if request.noise is None else (trace,) * len(request.noise.draws)
+    result = msgspec.msgpack.encode(msgspec.structs.replace(trace, draws=draws))
     file = Path(_options["plans"]) / f"{request.case.train.seed}.json"
     if file.exists():
         plan = msgspec.json.decode(file.read_bytes(), type=Plan)

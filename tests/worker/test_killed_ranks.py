@@ -93,7 +93,7 @@ class Ending(NamedTuple):
 
 REFERENCES: Mapping[str, Callable[[Case, Run], Reference]] = {
     "replay": replay_reference,
-    "noise": lambda case, run: noisy_reference(case, 1, ()),
+    "noise": lambda case, run: noisy_reference(case, ()),
     "golden": lambda case, run: bf16_reference(case),
     "solo": lambda case, run: solo_reference(case),
     "partner": lambda case, run: partner_reference(Expectations(case)),

@@ -20,7 +20,7 @@ from harness.matrix.recipes import E5M2
 from harness.request import Noise, noise_of
 from harness.trace import RankTrace
 from harness.worker.training.noise import add_noise
-from tests.builders import make_case
+from tests.builders import make_case, run_of
 from tests.worker.runs import numbers, sweep
 
 NO_LP = {"loss_parallel": False}
@@ -229,10 +229,9 @@ PROJECT = Path(__file__).parents[2]
 )
 def test_derived_tolerances_are_above_the_measured_noise_and_not_far_above(trained, text: str):
     case = parse_case_id(text)
-    reference = trained(reference_case(case))
-    draws = [
-        trained(reference_case(case), noise=noise_of(case, draw, converted_fqns(case))) for draw in range(1, DRAWS + 1)
-    ]
+    errors = noise_of(case, tuple(range(1, DRAWS + 1)), converted_fqns(case))
+    reference = trained(reference_case(case), noise=errors)
+    draws = [run_of(draw) for draw in reference.traces[0].draws]
     loss, parity = (derive(case, reference, draws) for derive in (derived_tolerance, derived_parity_tolerance))
     for derived, key in ((loss, tolerance_key(case)), (parity, parity_key(case))):
         samples = [sample for sample in read_evidence(PROJECT, derived.name).samples if sample.key == key]
@@ -242,15 +241,44 @@ def test_derived_tolerances_are_above_the_measured_noise_and_not_far_above(train
 
 def test_a_draw_is_the_same_every_time_and_another_one_differs(trained, train):
     case = parse_case_id("tp2-tensorwise-v2048-gb4-s1-b16")
-    first = trained(reference_case(case), noise=noise_of(case, 1, converted_fqns(case)))
-    again = train(reference_case(case), noise=noise_of(case, 1, converted_fqns(case)))
-    assert numbers(first.traces) == numbers(again)
-    assert numbers(again) != numbers(train(reference_case(case), noise=noise_of(case, 2, converted_fqns(case))))
+    (together,) = trained(reference_case(case), noise=noise_of(case, (1, 2), converted_fqns(case))).traces
+    assert numbers([together]) == numbers(train(reference_case(case), probes=("sketches",)))
+    for number, draw in enumerate(together.draws, start=1):
+        alone = noise_of(case, (number,), converted_fqns(case))
+        assert numbers([draw]) == numbers(train(reference_case(case), noise=alone, probes=("sketches",)))
+    assert len({repr(numbers([trace])) for trace in (together, *together.draws)}) == 3
+
+
+STATEFUL = """
+import harness.worker.training.train as training
+
+def apply():
+    before, built = training.build_target, []
+
+    def build_target(*given):
+        built.append(before(*given))
+        {then}
+        return built[-1]
+
+    training.build_target = build_target
+"""
+
+
+SCALED = "built[-1].model.register_forward_hook(lambda _, __, output: output * len(built))"
+
+
+@pytest.mark.parametrize("then", [SCALED, "assert len(built) == 1"])
+def test_there_are_no_draws_where_one_training_changes_the_next(train, plant, then: str):
+    case = parse_case_id("single-bf16-v2048-gb4-s1-b16")
+    injections = plant(STATEFUL.format(then=then))
+    (trace,) = train(case, noise=noise_of(case, (1, 2), ()), probes=("sketches",), injections=injections)
+    assert trace.draws is None
+    assert numbers([trace]) == numbers(train(case, probes=("sketches",)))
 
 
 def test_a_linear_keeps_its_bias():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     with torch.no_grad():
         model[0].bias.fill_(100.0)
-    add_noise(model, Noise(draw=1, float8_fqns=(), grad_output_dtype=E5M2))
+    add_noise(model, Noise(draws=(1,), float8_fqns=(), grad_output_dtype=E5M2), 1)
     assert model(torch.zeros(1, 16)).min() > 99

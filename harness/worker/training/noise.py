@@ -38,9 +38,9 @@ class _Rounding(NamedTuple):
 _BFLOAT16 = _Rounding(BFLOAT16_BITS)
 
 
-def add_noise(model: nn.Module, noise: Noise) -> None:
+def add_noise(model: nn.Module, noise: Noise, draw: int) -> None:
     """Every linear, norm and embedding of `model` computes with the errors of this draw from now on."""
-    generator = torch.Generator().manual_seed(noise.draw)
+    generator = torch.Generator().manual_seed(draw)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             converted = clean_fqn(name) in noise.float8_fqns

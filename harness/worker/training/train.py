@@ -94,7 +94,8 @@ def train(
     ):
         prepared = prepare(case, device, solo_witness=request.solo, digests_built=request.digests_built)
         if request.noise is not None:
-            add_noise(prepared.target.model, request.noise)
+            (draw,) = request.noise.draws
+            add_noise(prepared.target.model, request.noise, draw)
         PROCESS.settings.record_changes("build")
         discovery = _watch(prepared, watching)
         for step in range(1, len(prepared.tokens) + 1):
