@@ -27,22 +27,28 @@ Examples:
   fp8-harness exec --timeout 600 -- pytest tests/gpu
 
 \b
-Exit codes: the command's own where nothing was found; 1 something is wrong,
-or a bound was passed, 2 usage error or bad input, 130 interrupted.
+Exit codes: the command's own if exec found nothing; 1 for a finding or an
+exceeded limit, 2 for a usage error or bad input, 130 after Ctrl-C.
 """
 
 
 @click.command("exec", epilog=_EPILOG, context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
-@click.option("-n", "--ranks", type=AT_LEAST_1, help="How many GPUs and ranks. Default: what the command says.")
-@click.option("--gpu", type=click.Choice(list(GPUS)), default="h100", show_default=True, help="The GPU it is shown.")
-@click.option("--nodes", type=AT_LEAST_1, default=1, show_default=True, help="How many nodes the ranks seem to be on.")
-@click.option("--timeout", "timeout_s", type=ABOVE_0, metavar="SECONDS", help="End it then, and say where ranks are.")
-@click.option("--memory-per-rank", "memory_gib", type=ABOVE_0, metavar="GIB", help="End it where a process holds more.")
-@click.option("--watch/--no-watch", default=True, help="Record and check what it trains.")
-@click.option("--expect", type=FILE, metavar="FILE", help="What is meant: options, and counts of a step.")
-@click.option("--record", type=FILE, metavar="FILE", help="Write what this run does to a file for --expect.")
-@click.option("--against-one-rank", is_flag=True, help="Run it on one rank too, and compare the first steps.")
+@click.option("-n", "--ranks", type=AT_LEAST_1, help="Number of GPUs and ranks. Default: what the command says.")
+@click.option("--gpu", type=click.Choice(list(GPUS)), default="h100", show_default=True, help="The GPU that it sees.")
+@click.option("--nodes", type=AT_LEAST_1, default=1, show_default=True, help="Number of nodes that it sees.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=ABOVE_0,
+    metavar="SECONDS",
+    help="Stop it then, and print each rank's line.",
+)
+@click.option("--memory-per-rank", "memory_gib", type=ABOVE_0, metavar="GIB", help="Stop it when a process holds more.")
+@click.option("--watch/--no-watch", default=True, help="Record and check what the command trains.")
+@click.option("--expect", type=FILE, metavar="FILE", help="Compare the run with the options and counts in this file.")
+@click.option("--record", type=FILE, metavar="FILE", help="Write the options and counts of this run for --expect.")
+@click.option("--against-one-rank", is_flag=True, help="Run the command on one rank too, and compare the first steps.")
 @run_option("inject")
 @json_option("the answer")
 def exec_command(  # noqa: PLR0913  one parameter an option
@@ -60,10 +66,10 @@ def exec_command(  # noqa: PLR0913  one parameter an option
     inject: tuple[str, ...],
     json_file: Path | None,
 ) -> int:
-    """Run a command on CPU ranks as if there were GPUs, and check what it trains.
+    """Run a command on CPU ranks that look like GPUs, and check what it trains.
 
-    COMMAND is what is typed where there are GPUs: torchrun, accelerate launch, python, -m MODULE, pytest. Nothing of it
-    is changed. Its output is its own; what is found goes to stderr.
+    COMMAND is what you type on a machine with GPUs: torchrun, accelerate launch, python, -m MODULE, or pytest. It runs
+    unchanged, and its output is passed through. Findings go to stderr.
     """
     request = ExecRequest(
         command=command,

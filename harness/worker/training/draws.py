@@ -19,21 +19,21 @@ def train_draws(
     request: RunRequest, device: torch.device, report_phase: ReportPhase, virtual: tuple[str, ...]
 ) -> RankTrace:
     """Train without errors and with those of every draw. The trace has no draws where the runs are not independent."""
-    noise = request.noise
+    noise, drawn = request.noise, random.getstate()
+    states = torch.get_rng_state(), np.random.get_state()
     assert noise is not None, "a run without errors has no draws"
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
-    def trained(draw: int | None) -> RankTrace:
+    def trained(*draws: int) -> RankTrace:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
-        random.setstate(states[2])
-        errors = None if draw is None else msgspec.structs.replace(noise, draws=(draw,))
+        random.setstate(drawn)
+        errors = msgspec.structs.replace(noise, draws=draws) if draws else None
         return train(msgspec.structs.replace(request, noise=errors), device, report_phase, virtual)
 
-    plain = trained(None)
+    plain = trained()
     try:
         draws = tuple(map(trained, noise.draws))
-        independent = device.type != "cpu" or _numbers(trained(None)) == _numbers(plain)  # a GPU repeats no bits
+        independent = device.type != "cpu" or _numbers(trained()) == _numbers(plain)  # a GPU repeats no bits
     except Exception:  # it may be what builds twice in a process: alone, this draw says whether it fails
         independent = False
     return msgspec.structs.replace(plain, draws=draws) if independent else plain

@@ -16,7 +16,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
 _STRONGLY_ORDERED = platform.machine() == "x86_64"
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LOOK = (ctypes.c_long * 2)(1, 0)  # a timespec: how long a rank waits before it looks whether another one has ended
 
 
 class CollectiveMismatch(RuntimeError):
@@ -52,7 +53,8 @@ class Channel:
     full. Two numbers count what was sent and what was taken.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ranks: tuple[int, int], numbers: Sequence[ctypes.c_uint32]) -> None:
+        self._ranks, self._numbers = ranks, numbers  # of source and target in the group
         slots_at = -(-(2 * _LINE_BYTES + _RING * 2 * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = _shared(path, slots_at + _RING * MESSAGE_BYTES)
         self._sent, self._taken = (ctypes.c_uint32.from_buffer(memory, at * _LINE_BYTES) for at in (0, 1))
@@ -69,7 +71,7 @@ class Channel:
         if size_bytes > MESSAGE_BYTES:
             raise ValueError(f"a message of {size_bytes} bytes: the virtual fabric supports at most {MESSAGE_BYTES}")
         while (number - (taken := self._taken.value)) % 2**32 >= _RING:
-            _futex(self._taken, _FUTEX_WAIT, taken)
+            self._await(self._taken, taken, 1, "sends a message")
         self._slots[number % _RING, :size_bytes].copy_(payload)
         self._headers[number % _RING] = torch.tensor([size_bytes, code])
         _advance(self._sent)
@@ -81,13 +83,19 @@ class Channel:
     def receive(self) -> tuple[torch.Tensor, int]:
         """Return a copy of the next message, and its code. Waits until it was sent."""
         number = self._taken.value
-        while (sent := self._sent.value) == number:
-            _futex(self._sent, _FUTEX_WAIT, sent)
+        self._await(self._sent, number, 0, "receives a message")
         _fence(self._sent)
         size_bytes, code = self._headers[number % _RING].tolist()
         payload = self._slots[number % _RING, :size_bytes].clone()
         _advance(self._taken)
         return payload, code
+
+    def _await(self, number: ctypes.c_uint32, seen: int, other: int, what: str) -> None:
+        """Wait until the other end changes a number. It may end without this file, and wakes nobody then."""
+        while number.value == seen:
+            if self._numbers[other].value & _ENDED and number.value == seen:  # read last: no change came before the end
+                raise _in_vain(self._ranks[1 - other], what, self._ranks[other])
+            _futex(number, _FUTEX_WAIT, seen, ctypes.byref(_LOOK))
 
 
 class Group:
@@ -121,7 +129,8 @@ class Group:
         """Of messages from one rank of the group to another; its file stays in the job's folder."""
         pair = source, target
         if pair not in self._channels:
-            self._channels[pair] = Channel(self._path.with_name(f"{self._path.name}-{source}-{target}"))
+            path = self._path.with_name(f"{self._path.name}-{source}-{target}")
+            self._channels[pair] = Channel(path, pair, [self._numbers[rank] for rank in pair])
         return self._channels[pair]
 
     def exchange(self, kind: str, payload: torch.Tensor, *, same_size: bool = True) -> list[torch.Tensor]:
@@ -150,8 +159,7 @@ class Group:
         number = self._numbers[other]
         while (seen := number.value) & ~_ENDED not in (self._sequence, self._sequence + 1):
             if seen & _ENDED:
-                who = f"group rank {self.rank} calls {kind}, and group rank {other} has ended"
-                raise CollectiveMismatch(f"{who}: a GPU would wait for it")
+                raise _in_vain(self.rank, f"calls {kind}", other)
             _futex(number, _FUTEX_WAIT, seen)  # returns at once if the number has changed
 
     def _agree(self, calls: list[_Call], *, same_size: bool) -> None:
@@ -172,6 +180,10 @@ def _shared(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size)
 
 
+def _in_vain(rank: int, what: str, other: int) -> CollectiveMismatch:
+    return CollectiveMismatch(f"group rank {rank} {what}, and group rank {other} has ended: a GPU would wait for it")
+
+
 def _end(number: ctypes.c_uint32) -> None:
     number.value |= _ENDED
     _futex(number, _FUTEX_WAKE, 2**31 - 1)
@@ -183,8 +195,8 @@ def _advance(number: ctypes.c_uint32) -> None:
     _futex(number, _FUTEX_WAKE, 2**31 - 1)
 
 
-def _futex(number: ctypes.c_uint32, operation: int, value: int) -> None:
-    _LIBC.syscall(_SYS_FUTEX, ctypes.byref(number), operation, ctypes.c_uint32(value), None, None, 0)
+def _futex(number: ctypes.c_uint32, operation: int, value: int, timeout: Any = None) -> None:
+    _LIBC.syscall(_SYS_FUTEX, ctypes.byref(number), operation, ctypes.c_uint32(value), timeout, None, 0)
 
 
 def _fence(number: ctypes.c_uint32) -> None:

@@ -7,7 +7,9 @@ or refused: nothing is computed otherwise than a GPU would.
 
 import collections
 import contextlib
+import ctypes
 import os
+import re
 import sys
 import time
 import types
@@ -21,12 +23,13 @@ from harness.errors import HarnessError
 from harness.plugins.exec.request import Gpu
 from harness.plugins.exec.worker import places
 from harness.plugins.exec.worker.imports import after_import
-from harness.plugins.exec.worker.script import ENDING, line_of_frame
+from harness.plugins.exec.worker.script import ENDING, is_of_script, line_of_frame
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
 _PROCESSORS = {(8, 9): 128, (9, 0): 132, (10, 0): 148}  # multiprocessors, of NVIDIA's data sheets
 _CUDA = "12.9"
+_OF_CUDA = re.compile(r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvidia-ml)\b")
 
 
 def note(name: str, effect: str) -> None:
@@ -42,6 +45,10 @@ def note(name: str, effect: str) -> None:
 
 class Unsupported(HarnessError, RuntimeError):
     """A script calls what no CPU can do."""
+
+
+class NoLibrary(Unsupported, OSError):
+    """A script loads a library of CUDA."""
 
 
 def refusing(name: str, instead: str) -> Callable[..., NoReturn]:
@@ -306,6 +313,7 @@ def install(gpu: Gpu, count: int) -> Pretended:
     places.install(note)
     _compiler()
     after_import("torch.utils.cpp_extension", _refuse_to_build)
+    _refuse_libraries()
     return shown
 
 
@@ -363,6 +371,25 @@ def _compiler() -> None:
         return graph_backend(model, inputs)
 
     after_import("torch._inductor.compile_fx", lambda module: setattr(module, "compile_fx", compiled))
+
+
+def _refuse_libraries() -> None:
+    """Refuse a script that loads CUDA by itself. A package that tries gets the error of its loader."""
+    kind: Any = ctypes.CDLL
+    stock = kind.__init__
+
+    def load(self: Any, name: Any = None, *args: Any, **given: Any) -> None:
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == ctypes.__file__:
+            frame = frame.f_back
+        if frame is not None and is_of_script(frame.f_code.co_filename) and _OF_CUDA.match(Path(str(name)).name):
+            called = f'ctypes.CDLL("{name}")'
+            ENDING.lacks(called, "raised")
+            fix = "call torch.cuda instead, or catch OSError: exec has no CUDA library."
+            raise NoLibrary(f"{called} needs a GPU.", where=line_of_frame(frame), fix=fix)
+        stock(self, name, *args, **given)
+
+    kind.__init__ = load
 
 
 def _refuse_to_build(module: Any) -> None:

@@ -58,6 +58,10 @@ ONE = {
         "own.py:2: torch.utils.cpp_extension.load_inline needs a GPU. Fix: give the script an implementation in torch",
     ),
     "cudart": ("import torch\ntorch.cuda.cudart().cudaProfilerStart()", "cudart.py:2: torch.cuda.cudart needs a GPU."),
+    "loads": (
+        "import ctypes\nctypes.cdll.LoadLibrary('libcudart.so.12')",
+        'loads.py:2: ctypes.CDLL("libcudart.so.12") needs a GPU. Fix: call torch.cuda instead, or catch OSErr',
+    ),
     "moved": ("import os\nos.mkdir('sub')\nos.chdir('sub')\nraise OSError('x')", "moved.py:4: OSError: x"),
     "child": (
         "from multiprocessing import Process\ndef f(): raise OSError('y')\np = Process(target=f)\np.start()\np.join()",
@@ -139,6 +143,14 @@ RANKS = {
     "leaves": ("sys.exit(7) if rank else None", "leaves.py:4: sys.exit(7)"),
     "dies": ("os._exit(9) if rank else None", "dies.py:4: os._exit(9)"),
     "ends": ("sys.exit(0) if rank else None", "group rank 1 has ended: a GPU would wait for it"),
+    "receives": (
+        "dist.barrier()\ndist.irecv(torch.ones(2, device='cuda'), 1).wait() if not rank else sys.exit()",
+        "receives.py:5: CollectiveMismatch: group rank 0 receives a message, and group rank 1 has ended: a GPU would",
+    ),
+    "sends": (
+        "dist.barrier()\nrank and sys.exit()\nfor _ in range(99):\n    dist.send(torch.ones(2, device='cuda'), 1)",
+        "sends.py:7: CollectiveMismatch: group rank 0 sends a message, and group rank 1 has ended: a GPU would wait",
+    ),
     "killed": ("os.kill(os.getpid(), 9) if rank else None", "SIGKILL ended it"),
     "crashes": ("import ctypes; ctypes.string_at(0) if rank else None", "crashes.py:4: SIGSEGV ended it"),
     "stays": ("signal.signal(15, signal.SIG_IGN) if not rank else sys.exit(3)", "stays.py:4: sys.exit(3)"),
