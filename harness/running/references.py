@@ -110,7 +110,7 @@ class ReferenceRunner:
             with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
                 content = msgspec.msgpack.encode(run)
                 write_whole(self._path(reference), _seal(content) + content)
-                self._written.add((reference.kind, reference.name))
+                self._written.add((reference.role, reference.name))
         return run
 
     def _served(self, reference: Reference, request: RunRequest) -> Run | None:

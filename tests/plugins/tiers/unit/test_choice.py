@@ -114,7 +114,8 @@ def test_every_fault_is_carried() -> None:
 
     faults = list(all_faults().values())
     chosen = choose(small(), by_ranks, known=(), faults=faults, rounds=0)
-    assert {fault.name for picked in chosen for fault in carried(picked.case, faults, ())} == set(all_faults())
+    shown = {fault.name for picked in chosen for fault in carried(picked.case, faults, ())}
+    assert shown == {fault.name for fault in faults if fault.since_step <= 5}, "a late step is for longer tiers"
 
 
 def test_a_chosen_file_comes_back_and_a_damaged_one_names_its_line(tmp_path: Path) -> None:
