@@ -6,9 +6,10 @@ DEVICE := cuda
 # What runs cases, and what tests and documents need besides: `make smoke` does not wait for the second.
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
-# Where torch comes from if not from PyPI: TORCH_INDEX=https://download.pytorch.org/whl/cpu has the build for CPUs.
+# Where torch comes from if not from PyPI: TORCH_INDEX=https://download.pytorch.org/whl/cpu has the build for CPUs, which
+# counts as newer than the same version of PyPI. So one call of pip finds all, and everything is resolved once.
 TORCH_INDEX :=
-INSTALL = -m pip install --quiet --disable-pip-version-check
+INSTALL = -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # torchtitan and what it imports stay out of .venv
 TITAN_VENV := .venv-torchtitan-0.3
 TITAN_READY := $(TITAN_VENV)/.ready
@@ -84,7 +85,6 @@ torchao-tests: $(TORCHAO_VENV)/.ready  ## torchao's own tests on the virtual dev
 
 $(TORCHAO_VENV)/.ready: pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(TORCHAO_VENV)
-	$(if $(TORCH_INDEX),$(TORCHAO_VENV)/bin/python $(INSTALL) -c ci/constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(TORCHAO_VENV)/bin/python $(INSTALL) -c ci/constraints.txt -e '.[train,dev]' $(TORCHAO_NEEDS)
 	touch $@
 
@@ -124,7 +124,6 @@ docs: $(DEV)  ## render docs/ as a site into site/
 
 $(READY): pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/python $(INSTALL) -c ci/constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(BIN)/python $(INSTALL) -c ci/constraints.txt -e '.[train]'
 	touch $@
 

@@ -173,6 +173,15 @@ def test_the_commands_of_make_exist() -> None:
         understood(line)
 
 
+@pytest.mark.programs
+@pytest.mark.parametrize("index", ["", "https://example.org/cpu"])
+def test_what_runs_cases_is_installed_by_one_call_of_pip_without_what_tests_need(index: str) -> None:
+    command = ["make", "--dry-run", "--always-make", ".venv/.ready", f"TORCH_INDEX={index}"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    (line,) = (line.split() for line in lines if " pip install " in line)
+    assert line[-4:] == ["-c", "ci/constraints.txt", "-e", "'.[train]'"] and (index in line) is bool(index)
+
+
 def test_the_job_of_kuberay_has_one_image_and_a_command_that_exists(tmp_path: Path) -> None:
     job = yaml.safe_load(KUBERAY.read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
