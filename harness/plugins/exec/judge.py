@@ -20,6 +20,7 @@ from harness.checks.check import Check, Rules, Stage, Witnesses, merge_ranks
 from harness.checks.judge import judge
 from harness.checks.model import NOTHING_UPDATED
 from harness.checks.parity import REPLICAS, replicas
+from harness.checks.recompute import SCALE as OLDER
 from harness.checks.reported import LOSS
 from harness.checks.scales import REPLICAS as OTHER_DATA
 from harness.checks.scales import RULES as CASTS
@@ -98,6 +99,7 @@ _ALIKE = {
     "grad": "reduce gradients before optimizer.step(): call what DDP or FSDP wraps, and sync in the last backward().",
     "param": "update replicas alike: no lr, clipping or other write to their weights may depend on the rank.",
 }
+_PRECOMPUTE = "call precompute_float8_dynamic_scale_for_fsdp(model) behind each optimizer.step(), not in front of it."
 _MOST_FLUSHED = 0.5  # a cast that loses half of what is not zero keeps no gradient
 
 
@@ -317,8 +319,10 @@ def _with_way_on(case: Case, records: Sequence[ProcessRecord], findings: Sequenc
     for one in findings:
         if not_summed and one.rule == NOTHING_UPDATED.name:
             continue
+        stale = case.float8.fp8_all_gather and one.operand.startswith("weight") and one.step != 1
         kinds = {NOT_SUMMED.name: "grad", REPLICAS.name: str(one.values.get("kind"))}
         fix = _ALIKE.get(kinds.get(one.rule, ""), "")
+        fix = _PRECOMPUTE if stale and one.rule in (CASTS.amax.name, OLDER.name) else fix
         if one.rule == OTHER_DATA.name and case.layout.tp > 1 and not one.operand.startswith("weight"):
             where = "what makes the input" if one.operand.startswith("input ") else "the output"
             fix = f"look at {where} of {one.module}: tensor-parallel ranks add up their partial sums there."

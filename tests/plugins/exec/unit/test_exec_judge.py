@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks import model, scales, traffic
+from harness.checks import model, recompute, scales, traffic
+from harness.checks.check import Rule
 from harness.headline import headline_of
-from harness.matrix.case import Case, Layout
+from harness.matrix.case import Case, Float8, Layout
 from harness.plugins.exec.expectations import Meant
 from harness.plugins.exec.judge import _unknown, _with_way_on, judge_jobs, judge_records
 from harness.plugins.exec.request import ProcessRecord
@@ -92,6 +93,14 @@ def test_inputs_of_tensor_parallelism_that_differ_have_a_way_on(others: dict[str
     case = replace(CASE, layout=Layout(tp=2))
     (told,) = _with_way_on(case, records(BATCHES, others), [finding])
     assert told.fix and told.fix.startswith(words)
+
+
+@pytest.mark.parametrize("rule", [scales.RULES.amax, recompute.SCALE])
+def test_a_scale_of_the_step_before_has_a_way_on_where_scales_are_precomputed(rule: Rule) -> None:
+    finding = rule.finding(module="up", operand="weight in all_gather", step=2, expected="a", found="b")
+    gathered = replace(CASE, float8=Float8(recipe="tensorwise", fp8_all_gather=True))
+    told = [next(_with_way_on(of, records({}, {}), [finding])).fix or "" for of in (CASE, gathered)]
+    assert told[0] == "" and told[1].startswith("call precompute_float8_dynamic_scale_for_fsdp(model) behind each")
 
 
 def test_gradients_that_are_not_summed_are_told_and_not_that_nothing_changes() -> None:
