@@ -61,10 +61,15 @@ def refusing(name: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def _nothing(*_: Any) -> None:
+    """Do nothing: what was to be done is done already."""
+
+
 class Stream:
     """A stream of the pretended GPU, on which everything is done already."""
 
     _made = 0
+    wait_event = wait_stream = synchronize = __exit__ = _nothing
 
     def __init__(self, device: Any = None, priority: int = 0, *, default: bool = False, **_: Any) -> None:
         self.priority = priority
@@ -83,15 +88,6 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
         event.record(self)
@@ -103,9 +99,6 @@ class Stream:
     def is_capturing(self) -> bool:
         return False
 
-    def synchronize(self) -> None:
-        pass
-
     @staticmethod
     def priority_range() -> tuple[int, int]:
         return 0, -5
@@ -114,20 +107,14 @@ class Stream:
 class Event:
     """An event of the pretended GPU: its time is that of this machine."""
 
+    wait = synchronize = _nothing
+    query = Stream.query
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self._at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
         self._at_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
     def elapsed_time(self, end: "Event") -> float:
         """Return the milliseconds between two events, of the CPU."""

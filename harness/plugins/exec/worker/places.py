@@ -117,10 +117,7 @@ def _is_of_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Any) ->
 
 def _to(func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return what moving a tensor gives: a copy where it was elsewhere, as on a GPU, and else the tensor itself."""
-    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
-        args = (f"cuda:{args[0]}", *args[1:])
-    if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = f"cuda:{kwargs['device']}"
+    args, kwargs = _named_by_number(args, kwargs)
     places = [place for place in (*args[:1], kwargs.get("device")) if isinstance(place, str | torch.device)]
     like = [id(other) in _HOST for other in args[:1] if isinstance(other, torch.Tensor)]
     to_gpu, to_host = any(map(is_cuda, places)) or like == [False], any(place in ("cpu", CPU) for place in places)
@@ -133,6 +130,13 @@ def _to(func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: An
     if moved is tensor and (to_gpu or to_host) and not stays and may_copy and not tensor.is_meta:
         moved = tensor.clone()
     return _keep_on_host(moved) if by_script or (was_on_host and not to_gpu and not to_host) else moved
+
+
+def _named_by_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with the name of a GPU in place of its number."""
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (f"cuda:{args[0]}", *args[1:])
+    return args, kwargs | {"device": f"cuda:{kwargs['device']}"} if isinstance(kwargs.get("device"), int) else kwargs
 
 
 def _cuda(func: Callable[..., Any], tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> Any:
@@ -184,12 +188,8 @@ def _type(func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: 
 
 def _parse_to(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A module is moved to GPU 0 by that number too."""
-    first = args[:1]
-    if first and isinstance(first[0], int) and not isinstance(first[0], bool):
-        first = (f"cuda:{first[0]}",)
-    if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = f"cuda:{kwargs['device']}"
-    return func(*first, *args[1:], **kwargs)
+    args, kwargs = _named_by_number(args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _device(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

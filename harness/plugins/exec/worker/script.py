@@ -127,14 +127,15 @@ class Ending:
             absent=tuple(self.absent.values()),
         )
         with suppress(Exception):
-            for leave in self.leaves if self.joined else ():
-                leave()
             for contribute in self.contributors:
                 record = contribute(record)
             told = self.joined or self.ended or self.absent or record.steps or record.trace is not None
             if told or record.not_watched:
                 path = self.folder / f"record-{os.getpid()}.msgpack"
                 path.write_bytes(msgspec.msgpack.encode(record))
+        for leave in self.leaves if self.joined else ():  # then those that wait for this one end, and it is ended
+            with suppress(Exception):
+                leave()
 
 
 ENDING = Ending()
