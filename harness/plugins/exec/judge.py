@@ -62,6 +62,11 @@ KEPT = _rule(
     "backward() adds to the gradients of the step before, and the optimizer steps with both ({line})",
     fix="call optimizer.zero_grad() behind each optimizer.step().",
 )
+CLEARED = _rule(
+    "gradients-cleared",
+    "gradients of a microbatch are cleared before the next backward(), and the optimizer steps with the last ({line})",
+    fix="call optimizer.zero_grad() once for each optimizer.step(), behind it.",
+)
 SAME_BATCH = _rule(
     "same-batch",
     "data-parallel {ranks} got the same batch in each of {steps:n step}",
@@ -241,12 +246,16 @@ def _later_losses(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
 
 
 def _mistakes(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
-    rules = {"twice": (TWICE, "one backward() of a loss"), "kept": (KEPT, "no gradients where backward() begins")}
-    for kind, (rule, expected) in rules.items():
+    rules = {
+        "twice": (TWICE, "one backward() of a loss", "two"),
+        "kept": (KEPT, "no gradients where backward() begins", "the ones of step {}"),
+        "cleared": (CLEARED, "the gradients of all microbatches", "those of the last one"),
+    }
+    for kind, (rule, expected, before) in rules.items():
         seen = {record.rank: record.mistakes[kind] for record in records if kind in record.mistakes}
-        for step, line in sorted(seen.values())[:1]:
-            found = "two" if kind == "twice" else f"the ones of step {step - 1}"
-            yield rule.finding(step=step, ranks=seen, expected=expected, found=found, line=line or "in a package")
+        for step, at in sorted(seen.values())[:1]:
+            line, found = at or "in a package", before.format(step - 1)
+            yield rule.finding(step=step, ranks=seen, expected=expected, found=found, line=line)
 
 
 def _missed(records: Sequence[ProcessRecord]) -> Iterator[Finding]:

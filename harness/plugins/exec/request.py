@@ -77,7 +77,8 @@ class ProcessRecord(Record, frozen=True, kw_only=True):
     converted: tuple[str, ...] = ()  # linears that compute in float8
     exchanged: str = ""  # the first that its forward sent by itself: "all_to_all over ranks 0-1 (moe.py:40)"
     # The first step and line of the script ("train.py:41") of what no script means, by kind: "twice", where backward
-    # began again from one loss, and "kept", where gradients of the step before were not cleared.
+    # began again from one loss; "kept" and "cleared", where gradients of the step before were there, or those of the
+    # microbatch before were not.
     mistakes: Mapping[str, tuple[int, str]] = {}
     absent: tuple[Absent, ...] = ()
 

@@ -41,8 +41,7 @@ def _install(request: ExecRequest, folder: Path) -> None:
 
     logging.disable(logging.NOTSET)
 
-    from harness.plugins.exec.worker import gpu, groups, kernels, launch, slow
-    from harness.worker.dispatch_hooks.matmuls import scaled_observers
+    from harness.plugins.exec.worker import gpu, groups, kernels, launch
     from harness.worker.virtual import device
 
     torch.set_num_threads(1)  # ranks are forks, and a process with threads cannot be forked
@@ -51,7 +50,6 @@ def _install(request: ExecRequest, folder: Path) -> None:
     kernels.install(request.gpu.capability)
     groups.install(folder)
     launch.install(request, folder, lambda count: setattr(shown, "count", count))
-    scaled_observers.append(slow.warn)
     from harness.plugins.exec.worker.watch import Watcher
 
     watcher = Watcher(steps=request.steps, virtual=virtual)

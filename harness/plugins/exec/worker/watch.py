@@ -46,6 +46,7 @@ from harness.worker.virtual.device import install as install_virtual
 
 NO_FORWARD = "no module was called whose parameters its optimizer has"
 NO_STEP = "no step of its optimizer ended"
+_ROUNDED = 1e-6  # what scaling a gradient may turn it
 _KEPT = 64  # losses of later steps that are looked at together
 
 
@@ -80,6 +81,7 @@ class Recording:
         self._taken = self._step.enter_context(self._updates.step(len(self.steps) + 1, self._see_gradients))
         self._shapes.append([])
         self.inputs.append("")
+        self.batches = list[str]()  # the same, of each call in the open step
         self.losses.clear()
         self._shares.clear()
         self.is_open = True
@@ -97,7 +99,8 @@ class Recording:
         tensors = [local_part(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._shapes[-1] += [tuple(tensor.shape) for tensor in tensors]
         with unobserved():
-            self.inputs[-1] += "".join(digest(tensor.detach()) for tensor in tensors)
+            self.batches.append("".join(digest(tensor.detach()) for tensor in tensors))
+        self.inputs[-1] += self.batches[-1]
 
     @property
     def has_stepped(self) -> bool:
@@ -157,6 +160,13 @@ class Recording:
         )
 
 
+def _gradient(optimizer: Optimizer) -> torch.Tensor | None:
+    """Return the smallest gradient that is not zero, of what this rank holds; None where all are cleared."""
+    given = (param.grad for group in optimizer.param_groups for param in group["params"])
+    grads = [local_shard(grad) for grad in given if grad is not None]
+    return next((grad for grad in sorted(grads, key=torch.numel) if grad.any()), None)
+
+
 def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that are the only one of another, as DDP and `torch.compile` wrap them."""
     while len(children := list(model.children())) == 1:
@@ -194,6 +204,9 @@ class Watcher:
         self._stepped: dict[int, list[int]] = {}  # by optimizer, the passes before each step
         self._uncleared: dict[int, int] = {}  # the same behind the last one, of those whose gradients are still there
         self._mistakes: dict[str, tuple[int, str]] = {}
+        # Of the open step: before each pass, whether the gradients of the one before were gone; and the last of them.
+        self._gone, self._last = list[bool](), list[torch.Tensor]()
+        self._loses = list[bool]()  # of each recorded step, whether it takes the gradients of its last pass alone
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._parts: list[nn.Module] = []  # outermost modules that have some of the parameters alone
         self._outer: nn.Module | None = None
@@ -206,7 +219,9 @@ class Watcher:
         """Watch from now on."""
         PROCESS.settings.restart()
         self._installed.callback(follow(Optimizer, "__init__", after=self._after_init))
-        self._installed.callback(follow(torch.autograd, "backward", before=self._before_backward))
+        self._installed.callback(
+            follow(torch.autograd, "backward", before=self._before_backward, after=self._after_backward)
+        )
         for module in (dist, dist.distributed_c10d):
             self._installed.callback(follow(module, "destroy_process_group", before=lambda *_, **__: self.finish()))
         self._installed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -234,6 +249,7 @@ class Watcher:
         except Exception as error:  # the process ends, however it does
             self.not_watched = f"what was recorded cannot be read: {type(error).__name__}: {error}"
         mine = {} if self.trace is None else {"rank": self.trace.rank}
+        loses = len(self._loses) > 1 and all(self._loses)  # in one alone, a step may have been skipped
         return replace(
             record,
             **mine,
@@ -245,7 +261,7 @@ class Watcher:
             not_watched=self.not_watched,
             backwards=self._backwards,
             stepped=tuple(map(tuple, self._stepped.values())),
-            mistakes=self._mistakes,
+            mistakes={kind: at for kind, at in self._mistakes.items() if kind != "cleared" or loses},
         )
 
     def finish(self) -> None:
@@ -280,11 +296,27 @@ class Watcher:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped.setdefault(id(optimizer), []).append(self._backwards)
+        if self._recording is not None:
+            passes, batches = len(self._gone), self._recording.batches
+            others = passes == len(batches) == len({*batches}) > 1  # the same batch again is meant
+            self._loses.append(others and all(self._gone[1:]) and self._is_of_last_pass(optimizer))
+
+    @unobserved()
+    @torch.no_grad()
+    def _is_of_last_pass(self, optimizer: Optimizer) -> bool:
+        """Return whether gradients are those of the last pass, clipped or not: a script may add them up by itself."""
+        now, last = _gradient(optimizer), next(iter(self._last), None)
+        if now is None or last is None or now.shape != last.shape:
+            return False
+        cosine = torch.nn.functional.cosine_similarity(now.double().flatten(), last.double().flatten(), dim=0)
+        return bool(cosine > 1 - _ROUNDED)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._backwards > self._uncleared.get(id(optimizer), self._backwards):
             self._note("kept")
         self._uncleared[id(optimizer)] = self._backwards
+        self._gone.clear()
+        self._last.clear()
         self.count = max(map(len, self._stepped.values()))
 
     def _note(self, kind: str) -> None:
@@ -408,9 +440,18 @@ class Watcher:
             self._loss = weakref.ref(loss)
         with unobserved():
             for optimizer in self._live if self._uncleared else ():
-                params = (param for group in optimizer.param_groups for param in group["params"])
-                if not any(param.grad is not None and local_shard(param.grad).any() for param in params):
+                if _gradient(optimizer) is None:
                     self._uncleared.pop(id(optimizer), None)
+            self._gone.append(bool(self._last) and _gradient(self._live[0]) is None)
+        if self._gone[-1]:
+            self._note("cleared")
+
+    @unobserved()
+    @torch.no_grad()
+    def _after_backward(self, *_: Any, **__: Any) -> None:
+        if self._recording is not None and not in_backward() and len(live := self._live) == 1:
+            made = _gradient(live[0])
+            self._last = [] if made is None else [mark_owned(made.clone())]
 
     def _look_at_losses(self) -> None:
         for step, value in self._later:

@@ -109,7 +109,10 @@ def test_gradients_that_are_not_summed_are_told_and_not_that_nothing_changes() -
     assert told.rule == "traffic/gradients-not-summed" and told.fix and told.fix.startswith("reduce gradients")
 
 
-@pytest.mark.parametrize(("kind", "rule"), [("twice", "watch/backward-twice"), ("kept", "watch/gradients-kept")])
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [("twice", "watch/backward-twice"), ("kept", "watch/gradients-kept"), ("cleared", "watch/gradients-cleared")],
+)
 def test_mistakes_are_named_with_the_line_and_the_ranks(kind: str, rule: str) -> None:
     (finding,) = found(rule, records({}, {"mistakes": {kind: (2, "train.py:41")}}))
     assert (finding.step, finding.ranks, finding.values["line"]) == (2, (1,), "train.py:41")

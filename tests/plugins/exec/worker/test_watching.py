@@ -35,6 +35,31 @@ print(*(finding.rule for finding in judge_records([clean]).findings), sep=",")
 print(*(finding.check for finding in judge_records([broken]).findings), sep=",")
 print(len(fp8_harness.compare(clean, again)), len(fp8_harness.compare(clean, broken)))
 """
+ACCUMULATED = """
+device.install("shared", compiled=False)
+
+def found(way):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fp8_harness.watch(model, optimizer) as watched:
+        for step in range(3):
+            kept, batches = [], [torch.randn(16, 64) for _ in range(2)]
+            for batch in batches:
+                if way == "cleared" or (way == "skips" and step == 1) or way in ("sums", "same"):
+                    optimizer.zero_grad()
+                model(batches[0] if way == "same" else batch).pow(2).mean().backward()
+                kept.append([param.grad.clone() for param in model.parameters()])
+            for param, grads in zip(model.parameters(), zip(*kept)) if way == "sums" else ():
+                param.grad.copy_(sum(grads))
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    rules = [finding.rule for finding in judge_records([watched.record]).findings]
+    return [rule for rule in rules if rule != "leaks/grows"]  # this script keeps gradients
+
+for way in ("cleared", "well", "skips", "sums", "same"):
+    print(*found(way))
+"""
 ON_RANKS = """
 def main(rank, folder):
     device.install("gloo", compiled=False)
@@ -59,6 +84,10 @@ def ran(code: str, *arguments: str) -> str:
 def test_what_a_running_job_does_is_recorded_judged_and_compared() -> None:
     clean, broken, compared = ran(ALONE).splitlines()
     assert clean == "" and "finite" in broken.split(",") and compared == "0 1"
+
+
+def test_gradients_cleared_between_microbatches_are_found_and_not_where_that_is_meant() -> None:
+    assert ran(ACCUMULATED).splitlines() == ["watch/gradients-cleared", "", "", "", ""]
 
 
 def test_ranks_over_gloo_are_recorded_each_and_the_one_that_differs_is_found(tmp_path: Path) -> None:
