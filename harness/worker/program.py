@@ -149,22 +149,22 @@ def inject(patch: Patch) -> None:
         raise InjectionError(f"injection {patch.text} raised {type(error).__name__}: {error}") from error
 
 
-class _SourceOf(SourceLoader):
-    """Loads the source of a patch, of which tracebacks show lines too: its file may be on another machine."""
+class Source(SourceLoader):
+    """Runs a text as Python runs a file, of which tracebacks show lines too: it may be on another machine."""
 
-    def __init__(self, patch: Patch) -> None:
-        self._patch = patch
+    def __init__(self, file: str, text: bytes) -> None:
+        self._file, self._text = file, text
 
     def get_filename(self, fullname: str) -> str:
-        return self._patch.text.rpartition(":")[0]
+        return self._file
 
     def get_data(self, path: str | bytes) -> bytes:
-        return self._patch.source
+        return self._text
 
 
 def _call(patch: Patch) -> None:
     path, _, function = patch.text.rpartition(":")
-    spec = spec_from_loader(f"injection_{Path(path).stem}", _SourceOf(patch))
+    spec = spec_from_loader(f"injection_{Path(path).stem}", Source(path, patch.source))
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)  # a compiler imports what compiled code calls
     spec.loader.exec_module(module)

@@ -17,7 +17,6 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.abc import SourceLoader
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -264,19 +263,6 @@ def _main_module(file: str | None) -> types.ModuleType:
     return module
 
 
-class _Source(SourceLoader):
-    """Runs a text as Python runs a script: nothing of it is kept for a next time."""
-
-    def __init__(self, file: str, text: bytes) -> None:
-        self._file, self._text = file, text
-
-    def get_filename(self, fullname: str) -> str:
-        return self._file
-
-    def get_data(self, path: str | bytes) -> bytes:
-        return self._text
-
-
 def _run_file(file: str, words: Sequence[str]) -> None:
     path = os.path.abspath(file)  # noqa: PTH100  Python does not follow links here
     if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
@@ -291,12 +277,18 @@ def _run_file(file: str, words: Sequence[str]) -> None:
         raise HarnessError(f"there is no such script ({error.strerror}).", where=file, fix=fix) from None
     sys.argv, sys.path[0] = [file, *words], str(Path(path).resolve().parent)
     module = _main_module(path)
-    _Source(path, source).exec_module(module)
+    _run_text(path, source, module)
+
+
+def _run_text(file: str, text: bytes, module: types.ModuleType) -> None:
+    from harness.worker.program import Source  # imports torch, as by now this process has
+
+    Source(file, text).exec_module(module)
 
 
 def _run_code(source: str, words: Sequence[str]) -> None:
     sys.argv, sys.path[0] = ["-c", *words], ""
-    _Source("<string>", source.encode()).exec_module(_main_module(None))
+    _run_text("<string>", source.encode(), _main_module(None))
 
 
 def _run_module(name: str, words: Sequence[str]) -> None:
