@@ -155,7 +155,7 @@ def errors(distances: Iterable[tuple[int, str, float]], tolerance: Sequence[floa
         found[name][step] = largest((distance, found[name].get(step, 0.0)))
     steps = tuple(sorted({step for of_steps in found.values() for step in of_steps}))
     rows = {name: tuple(_short(of_steps.get(step)) for step in steps) for name, of_steps in found.items()}
-    return Errors(steps=steps, rows=rows, tolerance=tuple(tolerance)[: len(steps)]) if rows else None
+    return Errors(steps=steps, rows=rows, tolerance=tuple(map(float, tolerance[: len(steps)]))) if rows else None
 
 
 def _short(number: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from harness.checks.parity import (
     REPORTED_NORM,
     TOKENS,
     check_parity,
+    errors,
     same_bits,
     worst_distances,
 )
@@ -368,3 +370,8 @@ def test_a_witness_of_which_nothing_is_known_could_not_be_run_either() -> None:
         finding = unfinished(NO_REFERENCE, "the replay", run, CASE_RUN)
         assert (finding.rule, finding.judged, finding.found) == (NO_REFERENCE.name, False, None)
         assert dict(finding.values) == {"who": "the replay", "why": ""}
+
+
+def test_errors_are_stored_whatever_limits_their_steps_have() -> None:
+    found = errors([(1, "w", 0.1), (1, "w", 0.2), (2, "w", 0.3)], [Limit("norms.float32"), 0.5, 0.5])
+    assert msgspec.to_builtins(found) == {"steps": (1, 2), "rows": {"w": (0.2, 0.3)}, "tolerance": (4e-05, 0.5)}
