@@ -1,6 +1,5 @@
 """`fp8-harness exec`: runs a command on CPU ranks as if there were GPUs, and judges what it trained."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from harness.plugins.exec.against import run_both
 from harness.plugins.exec.expectations import Meant, in_comments, meant_by_records, read, written
 from harness.plugins.exec.judge import judge_jobs
 from harness.plugins.exec.report import answer_of, lines
-from harness.plugins.exec.request import GPUS, ExecRequest
+from harness.plugins.exec.request import GPUS, ExecRequest, program_of
 from harness.plugins.exec.supervise import Bounds, check_room, run
 from harness.running.machine import check_ranks
 from harness.running.plan import parse_injection
@@ -110,5 +109,5 @@ def check_command(request: ExecRequest) -> None:
     own = first.endswith(".py") or Path(first).name.startswith("python")
     if own and script and not Path(script).exists() and "-m" not in request.command and "-c" not in request.command:
         raise HarnessError("there is no such script.", where=script, fix=f"check the path: this is {Path.cwd()}.")
-    if not own and not first.startswith("-") and Path(first).name != "torchrun" and shutil.which(first) is None:
+    if not own and not first.startswith("-") and Path(first).name != "torchrun" and program_of(first) is None:
         raise HarnessError("there is no such program.", where=first, fix="check its name, or install its package.")

@@ -4,7 +4,11 @@ Both are files of one folder: `request.msgpack`, and a `record-PID.msgpack` of e
 joined a process group or met something that the device lacks.
 """
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from harness.matrix.case import Case
 from harness.trace import RankTrace
@@ -18,6 +22,11 @@ TARGET = "script"  # of a case that no target trains
 # What ranks record of a script: what the checks read that need no reference (`judge.py`), and of compiled blocks less.
 RECORDED = ("sketches", "operands", "traffic", "saved_memory")
 UNCOMPILED = ("operands", "saved_memory")
+
+
+def program_of(name: str) -> str | None:
+    """Return the path of a program: of this environment, activated or not, before those on PATH."""
+    return shutil.which(name, path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
 
 
 class Gpu(Record, frozen=True, kw_only=True):

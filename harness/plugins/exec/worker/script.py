@@ -9,7 +9,6 @@ import builtins
 import importlib.util
 import os
 import runpy
-import shutil
 import sys
 import sysconfig
 import threading
@@ -25,7 +24,7 @@ import msgspec
 
 from harness.engine.rank import flush_streams, one_line
 from harness.errors import HarnessError
-from harness.plugins.exec.request import REFUSED, Absent, ProcessRecord
+from harness.plugins.exec.request import REFUSED, Absent, ProcessRecord, program_of
 
 _exit = os._exit
 _START = Path.cwd()
@@ -213,7 +212,7 @@ def main_of(command: Sequence[str]) -> Callable[[], object]:
         return _python(words)
     if name.endswith(".py"):
         return lambda: _run_file(name, words)
-    program = shutil.which(name)
+    program = program_of(name)
     if stem in _MODULES and (program is None or not _is_python(program)):
         return lambda: _run_module(_MODULES[stem], words)
     if program is None:
