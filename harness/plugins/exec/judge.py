@@ -249,7 +249,7 @@ def _mistakes(records: Sequence[ProcessRecord]) -> Iterator[Finding]:
     rules = {
         "twice": (TWICE, "one backward() of a loss", "two"),
         "kept": (KEPT, "no gradients where backward() begins", "the ones of step {}"),
-        "cleared": (CLEARED, "the gradients of all microbatches", "those of the last one"),
+        "cleared": (CLEARED, "the gradients of all microbatches", "only the gradients of the last one"),
     }
     for kind, (rule, expected, before) in rules.items():
         seen = {record.rank: record.mistakes[kind] for record in records if kind in record.mistakes}
