@@ -139,7 +139,7 @@ print("places: well")
     ),
 }
 RANKS = {
-    "raises": ("raise ValueError(rank) if rank else None", "raises.py:4: ValueError: 1"),
+    "raises": ("if rank: raise ValueError(rank)", "raises.py:4: ValueError: 1"),
     "leaves": ("sys.exit(7) if rank else None", "leaves.py:4: sys.exit(7)"),
     "dies": ("os._exit(9) if rank else None", "dies.py:4: os._exit(9)"),
     "ends": ("sys.exit(0) if rank else None", "group rank 1 has ended: a GPU would wait for it"),
