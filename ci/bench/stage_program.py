@@ -107,7 +107,6 @@ def rank_main(context: RankContext) -> bytes:
             "stages": {**before, **sampler.cpu_s},
             "user_s": usage.ru_utime,
             "system_s": usage.ru_stime,
-            "page_faults": usage.ru_minflt,
         }
         name = f"{os.getpid()}-{time.monotonic_ns()}.json"
         Path(os.environ[FOLDER_VARIABLE], name).write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: CPU seconds per stage and kind of case, page faults, and time outside of the ranks.
+"""Where the time of a run goes: CPU seconds by what ran and by stage of a rank, and how busy the cores were.
 
     python ci/bench/stages.py pr
     python ci/bench/stages.py pr --select 'compile=none'
