@@ -26,11 +26,11 @@ from harness.checks.check import Mismatch, Rules, Stage, about_ranks
 from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
 from harness.expect.model import scaled_dim
 from harness.matrix.case import Case
+from harness.matrix.dims.pp import holds, stage_of, stages_of
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.linears import OUTPUT_FQN, holds, stage_of, stages_of
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
+from harness.matrix.linears import OUTPUT_FQN
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, has_plain_shards, sums_in_order
 from harness.promises import Limit
-from harness.registry import computes_on_plain_shards
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary
@@ -89,7 +89,7 @@ def with_operands(
     Findings about a gradient say so where all operands of its matmuls equal those of the single-rank reference. Nothing
     is added where operands are plain shards, which cannot be compared with those of one rank.
     """
-    if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
+    if not (run.complete and witness.complete) or has_plain_shards(case):
         return tuple(findings)
     comparison = _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
     first = comparison.first()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from harness.checks.check import Rules, Stage, Witnesses, group_ranks, merge_ranks
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
-from harness.matrix.linears import held
+from harness.matrix.dims.pp import held
 from harness.request import default_arithmetic
 from harness.text import counted
 from harness.trace import RankTrace, Run

@@ -1,7 +1,7 @@
 """Were the blocks compiled as the case asks? Graphs, fused collectives, and the results of fused operators.
 
 Async TP that fuses nothing is slow without an error, and a wrong fused operator is fast without an error. So executed
-fusions are counted against `expect/compiled.py`, and the probe compares every fused operator with its unfused form, and
+fusions are counted against `matrix/dims/tp.py`, and the probe compares every fused operator with its unfused form, and
 all that inductor generates code for with the operators of the graph (`expect/compiled.py` has the limits).
 """
 
@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
 from harness.checks.comparison import Compared, first_wrong
-from harness.expect.compiled import allowed_distance, allowed_row, fusion_candidates, reduced_distance
+from harness.expect.compiled import allowed_distance, allowed_row, reduced_distance
 from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
+from harness.matrix.dims.tp import fusion_candidates
 from harness.matrix.layout import coordinates
 from harness.matrix.numerics import gradients_are_followed
 from harness.trace import RankTrace, Run

@@ -14,8 +14,8 @@ from harness.checks.assembly import sketched
 from harness.checks.check import Rules, Stage, Witnesses, finished
 from harness.checks.updates import WIDE
 from harness.matrix.case import Case
+from harness.matrix.dims.pp import holds
 from harness.matrix.layout import DP_AXES, MESH_AXES, peers
-from harness.matrix.linears import holds
 from harness.promises import Limit
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run

@@ -14,8 +14,8 @@ from harness.checks.casts import CastKey, casts_by_key, matmuls_by_key
 from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule, merge_ranks
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
+from harness.matrix.numerics import has_plain_shards
 from harness.matrix.recipes import Operand
-from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import Aged, CastRecord, MatmulRecord, Role, ScaleSummary
 from harness.verdict import Finding
@@ -39,7 +39,7 @@ _Repetition = tuple[CastRecord | MatmulRecord, CastRecord | MatmulRecord, str]
 
 def _not_judged(expect: Expectations, device: str) -> str:
     case = expect.case
-    if computes_on_plain_shards(case.target) and case.layout.tp > 1 and case.compile != "none":
+    if has_plain_shards(case) and case.compile != "none":
         return "in backward, a graph reads a plain tensor that was gathered through a copy"
     return ""
 

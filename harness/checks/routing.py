@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule, finished
 from harness.matrix.case import Case
+from harness.matrix.dims.pp import expert_layers_of, held
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.linears import expert_fqns, expert_layers_of, held
+from harness.matrix.linears import expert_fqns
 from harness.matrix.numerics import drifts
 from harness.promises import Limit
 from harness.text import counted

@@ -36,9 +36,14 @@ from harness.expect.expectations import CASTS, Expectations
 from harness.expect.model import CastForm, CastSite, replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, peers
-from harness.matrix.numerics import Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
+from harness.matrix.numerics import (
+    Numerics,
+    activations_differ,
+    clips_by_a_rounded_norm,
+    has_plain_shards,
+    sums_in_order,
+)
 from harness.promises import Limit
-from harness.registry import computes_on_plain_shards
 from harness.text import counted, format_numbers
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, CastShare, MatmulRecord, ScaleSummary
@@ -65,7 +70,7 @@ MATMUL_DATA = _rule("matmul-data", "the matmul operand differs from the float8 d
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
-    on_plain_shards = computes_on_plain_shards(expect.case.target) and expect.case.layout.tp > 1
+    on_plain_shards = has_plain_shards(expect.case)
     if not on_plain_shards or expect.case.float8.traits.in_blocks:  # a block is whole in every shard
         return ""
     return "modules get plain tensors under TP, which do not tell which part of an operand they are"
@@ -166,9 +171,8 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
 
 def _is_on_tp(expect: Expectations, fqn: str) -> bool:
     """Return True if a linear computes with DTensors of TP ranks."""
-    if expect.case.layout.tp == 1 or computes_on_plain_shards(expect.case.target):
-        return False
-    return expect.has_formulas or fqn in expect.linears.on_tp
+    known = expect.has_formulas or fqn in expect.linears.on_tp
+    return known and expect.case.layout.tp > 1 and not has_plain_shards(expect.case)
 
 
 def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from harness.checks.check import Rules, Stage, Witnesses, first_of_each, merge_ranks
 from harness.expect.expectations import TRAFFIC, Expectations
 from harness.expect.model import scaled_dim
-from harness.expect.traffic import converted_weight_shards
-from harness.expect.transfer import Transfer
 from harness.matrix.case import Case
+from harness.matrix.dims.dimension import Transfer
+from harness.matrix.dims.fsdp import converted_weight_shards
 from harness.matrix.layout import peers
 from harness.matrix.recipes import ITEM_BYTES
 from harness.promises import Limit

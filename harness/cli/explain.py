@@ -10,7 +10,6 @@ import msgspec
 from harness.cli.options import json_option, names_of, print_note, print_or_write, print_sections, project_of
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
-from harness.expect.compiled import fusion_candidates
 from harness.expect.expectations import Expectations
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
@@ -18,6 +17,7 @@ from harness.matrix.axes import SCOPE, axis_values, case_from_axes, read_as, rea
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import WORDS, case_id, family_id, id_words, meaning_of, reference_case
+from harness.matrix.dims.tp import fusion_candidates
 from harness.matrix.linears import converted_fqns
 from harness.matrix.records import matching
 from harness.matrix.rules import Rule

@@ -7,18 +7,19 @@ import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from harness.expect import compiled, memory, model, relations, traffic
+from harness.expect import memory, model, relations, traffic
 from harness.expect.memory import SavedLimits
 from harness.expect.model import CastForm, CastSite, CompiledCasts, Model
 from harness.expect.relations import Relation
-from harness.expect.transfer import Transfer, sent_back
-from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
+from harness.matrix.dims.dimension import Transfer
+from harness.matrix.dims.pp import expert_layers_of, held
+from harness.matrix.dims.tp import extra_matmul_calls
 from harness.matrix.layout import coordinates, peers
-from harness.matrix.linears import expert_layers_of, held
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, has_plain_shards, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
-from harness.registry import computes_on_plain_shards, is_llama
+from harness.matrix.upstream import NONE, Changes
+from harness.registry import is_llama
 from harness.trace.counts import ExpertCall
 
 # What one version does, by the names that `Finding.formula` and the record of verified versions use.
@@ -97,7 +98,7 @@ class Expectations:
         """Return the range of scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
         once = model.calls_of_linears(self.case, self.linears)
         if self.has_formulas:
-            once += compiled.extra_matmul_calls(self.case, scaled=True)
+            once += extra_matmul_calls(self.case, scaled=True)
         fewest, most = self.recomputed_calls
         return once + fewest, once + most
 
@@ -120,8 +121,7 @@ class Expectations:
 
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
         """Return the collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what returns."""
-        transfers = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
-        return (*transfers, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
+        return traffic.sent(self.case, rank, step, self.changes, calls)
 
     def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
         """Return the bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
@@ -174,7 +174,7 @@ def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str
 def _not_replayed(case: Case, numerics: Numerics) -> str:
     if case.compile != "none" and case.train.dtype != "float64":
         return "hooks would change compilation, and the case has no eager counterpart to compare with"
-    if drifts(case, numerics) and case.layout.tp > 1 and computes_on_plain_shards(case.target):
+    if drifts(case, numerics) and has_plain_shards(case):
         return (
             f"{case.target} computes with plain tensors, which do not tell which part of a module's tensor a rank has"
         )

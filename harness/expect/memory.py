@@ -27,26 +27,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from harness.expect.model import is_recomputed
-from harness.expect.transfer import Unit, fsdp_units, ranks_of_unit, residual_tokens, sent_rows
-from harness.expect.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
+from harness.matrix.dims.fsdp import Unit, fsdp_units
+from harness.matrix.dims.pp import blocks_of_stage, ends_are_one, expert_layers_of, forwards_in_flight, modules_of_stage
 from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
     ROWWISE,
     block_linears,
-    blocks_of_stage,
-    ends_are_one,
-    expert_layers_of,
-    forwards_in_flight,
     is_converted,
+    is_recomputed,
     linear_features,
     local_features,
-    modules_of_stage,
-    shard_sizes,
+    width_of_logits,
 )
 from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
+from harness.matrix.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.registry import OF_DTENSOR, computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
 
@@ -110,10 +106,8 @@ def head_elements(case: Case, step: int, rank: int) -> Elements:
     With loss parallel a rank saves its shard of the log-probabilities, otherwise all of them. The output layer's weight
     is freed after forward, and its scale saved, with `reshard_after_forward = "always"` alone.
     """
-    padded, tp = case.model.padded_vocab_size, case.layout.tp
-    vocab = shard_sizes(padded, tp)[rank % tp] if case.layout.loss_parallel else padded
     saved = _norm(case)
-    saved[case.wide_dtype] += case.tokens_per_rank * vocab + 1
+    saved[case.wide_dtype] += case.tokens_per_rank * width_of_logits(case, rank) + 1
     saved[case.train.dtype] += case.tokens_per_rank * case.model.shape.dim
     if case.layout.reshard_after_forward == "always" and is_converted(case, OUTPUT_FQN):
         saved["float32"] += _has_scale_of_gather(case, step)
@@ -122,7 +116,7 @@ def head_elements(case: Case, step: int, rank: int) -> Elements:
 
 def _norm(case: Case) -> Elements:
     """RMSNorm computes in `case.wide_dtype`: input and normalized input, and one number per token."""
-    tokens = residual_tokens(case)
+    tokens = case.residual_tokens
     return Counter({case.wide_dtype: tokens * (2 * case.model.shape.dim + 1)})
 
 
@@ -135,9 +129,9 @@ def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -
         saved["bfloat16"] += positions * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):
         if case.model.has_experts(layer):
-            saved += _mixture(case, sent_rows(case) if rows is None else rows)
+            saved += _mixture(case, case.sent_rows if rows is None else rows)
         return saved + _whole_block(case, layer) + gathered_scales(case, layer, step)
-    saved[case.train.dtype] += residual_tokens(case) * case.model.shape.dim  # the input of the block
+    saved[case.train.dtype] += case.residual_tokens * case.model.shape.dim  # the input of the block
     return saved + _selected_outputs(case, layer) if case.checkpointing.mode == "selective_op" else saved
 
 
@@ -184,7 +178,7 @@ def _mixture(case: Case, rows: int) -> Elements:
     and as padded groups; then of SwiGLU what `w1`, silu, `w3` and their product gave. A sigmoid's weights are divided
     by their sum, which saves both.
     """
-    model, tokens, chosen = case.model, residual_tokens(case), sent_rows(case)
+    model, tokens, chosen = case.model, case.residual_tokens, case.sent_rows
     multiple = case.float8.traits.group_multiple if case.float8.grouped_mm else GROUP_MULTIPLE
     padded = multiple * (-(-rows // multiple) + model.experts // case.layout.ep)
     saved = Counter({case.wide_dtype: tokens * model.experts + chosen})
@@ -224,8 +218,8 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
     for name in BLOCK_LINEARS:
         if not is_recomputed(case, layer, name):
             saved += tokens * local_features(case, name)[1]
-    if case.layout.tp > 1 and case.layout.sequence_parallel:
-        saved += 2 * residual_tokens(case) * dim
+    if case.layout.scatters:
+        saved += 2 * case.residual_tokens * dim
     saved += forward_maxima(case, converted_linears(case, layer))
     return Counter({case.train.dtype: saved})
 
@@ -319,7 +313,7 @@ def _unread_outputs(case: Case, layer: int) -> Elements:
     if not is_recomputed(case, layer, BLOCK_LINEARS[-1]):
         saved += case.tokens_per_rank * local_features(case, BLOCK_LINEARS[-1])[1]
     if case.layout.tp > 1:
-        saved += residual_tokens(case) * case.model.shape.dim
+        saved += case.residual_tokens * case.model.shape.dim
     return Counter({case.train.dtype: saved})
 
 
@@ -344,10 +338,10 @@ def _unavoidable(case: Case) -> Elements:
     tokens, dim = case.tokens_per_rank, case.model.shape.dim
     query, key = local_features(case, "attention.wq")[1], local_features(case, "attention.wk")[1]
     hidden = local_features(case, "feed_forward.w1")[1]
-    saved: Elements = Counter({case.train.dtype: residual_tokens(case) * dim + tokens * (2 * query + 2 * key)})
+    saved: Elements = Counter({case.train.dtype: case.residual_tokens * dim + tokens * (2 * query + 2 * key)})
     # What scaled matmuls write. The partitioner saves this, and converts it again in backward.
     converts = case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
-    saved["bfloat16" if converts else case.train.dtype] += residual_tokens(case) * dim + 2 * tokens * hidden
+    saved["bfloat16" if converts else case.train.dtype] += case.residual_tokens * dim + 2 * tokens * hidden
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
     return saved
 
@@ -382,7 +376,7 @@ def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
             + (case.train.max_norm is not None)
             + (case.train.evaluate and gathered and is_converted(case, OUTPUT_FQN))
         )
-    return 2 + (case.layout.tp > 1 and case.layout.loss_parallel)
+    return 2 + (case.layout.shares_of_logits > 1)
 
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
@@ -407,10 +401,7 @@ def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
 
 def _logits(case: Case, rank: int) -> LiveStorage:
     dtype = case.train.dtype
-    vocab, tp = case.model.padded_vocab_size, case.layout.tp
-    if tp > 1 and case.layout.loss_parallel:
-        vocab = shard_sizes(vocab, tp)[rank % tp]
-    nbytes = case.tokens_per_rank * vocab * ITEM_BYTES[dtype]
+    nbytes = case.tokens_per_rank * width_of_logits(case, rank) * ITEM_BYTES[dtype]
     return LiveStorage(dtype=dtype, nbytes=nbytes, purpose="the logits")
 
 
@@ -424,7 +415,7 @@ def gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
 
 def _gradient_storages(case: Case, unit: Unit) -> list[tuple[str, int]]:
     if case.uses_fsdp:
-        return [(unit.name, sum(weight.shard_elements(ranks_of_unit(case, unit)) for weight in unit.weights))]
+        return [(unit.name, unit.shard_elements)]
     # TP ranks all compute the gradient of the whole embedding, and use their rows of it
     rows = {} if ends_are_one(case) else {"tok_embeddings": case.model.padded_vocab_size}
     return [(weight.fqn, rows.get(weight.fqn, weight.rows) * weight.columns) for weight in unit.weights]
@@ -440,9 +431,8 @@ def _generator_states(case: Case) -> Iterator[LiveStorage]:
 def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
     """Yield weights of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
     for unit in fsdp_units(case, rank):
-        ranks = ranks_of_unit(case, unit)
         for weight in () if unit.freed else unit.weights:
             dtype = "float8_e4m3fn" if weight.gathered_in_float8 else case.train.dtype
-            elements = weight.shard_elements(ranks) * ranks
+            elements = unit.shard_of(weight) * unit.ranks
             purpose = f"the gathered weight of {weight.fqn}"
             yield LiveStorage(dtype=dtype, nbytes=elements * ITEM_BYTES[dtype], purpose=purpose)

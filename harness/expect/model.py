@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from harness.expect.upstream import SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
 from harness.matrix.linears import (
@@ -21,9 +20,11 @@ from harness.matrix.linears import (
     converted_fqns,
     is_checkpointed,
     is_converted,
+    is_recomputed,
     linear_name,
 )
 from harness.matrix.recipes import E4M3, E5M2, OPERANDS, Operand
+from harness.matrix.upstream import SEPARATE_BACKWARD_CASTS, Changes
 from harness.registry import is_llama
 from harness.trace.model import ModelRecord
 from harness.trace.operands import CastPhase, CastRecord, Role
@@ -167,19 +168,6 @@ def _place_in_block(case: Case, fqn: str) -> tuple[int, str]:
     return layer, BLOCK_LINEARS[block_linears(case.model, layer).index(linear_name(fqn))]
 
 
-def is_recomputed(case: Case, layer: int, name: str) -> bool:
-    """Return True if checkpointing recomputes the matmul of this linear of a block.
-
-    `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
-    """
-    if case.checkpointing.mode != "selective_op":
-        return case.checkpointing.wraps(layer)
-    counted = [
-        linear for linear in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{linear}")
-    ]
-    return name not in counted or counted.index(name) % 2 == 1
-
-
 def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
     """Return True if the forward of this linear of a block, in whatever precision, is executed again in backward.
 
@@ -197,8 +185,7 @@ def _is_unused_in_backward(case: Case, name: str) -> bool:
     """True if backward does not read the output of this linear: it is the last, or its scattered output is saved."""
     if name == BLOCK_LINEARS[-1]:
         return True
-    scattered = case.layout.tp > 1 and case.layout.sequence_parallel
-    return name == "attention.wo" and scattered and case.checkpointing.mode == "selective_op"
+    return name == "attention.wo" and case.layout.scatters and case.checkpointing.mode == "selective_op"
 
 
 class CastForm(NamedTuple):

@@ -119,7 +119,7 @@ def _of_loss(case: Case, distance: ModuleDistance) -> float:
     away, with probability share / s: that adds share * s to the square of the distance.
     """
     is_loss = distance.fqn == OUTPUT_FQN and distance.kind == "grad_output"
-    if not is_loss or case.layout.tp == 1 or not case.layout.loss_parallel:
+    if not is_loss or case.layout.shares_of_logits == 1:
         return EXACT
     share = Limit("modules.last_bits_of_logarithm")
     if distance.dtype == "float32":

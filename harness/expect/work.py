@@ -13,17 +13,15 @@ from typing import NamedTuple, get_args
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.compiled import extra_matmul_calls
 from harness.expect.model import is_multiplied_again
-from harness.expect.transfer import residual_tokens, sent_rows
 from harness.matrix import linears
 from harness.matrix.case import Case
+from harness.matrix.dims.pp import blocks_of, held
+from harness.matrix.dims.tp import extra_matmul_calls
 from harness.matrix.linears import (
     EXPERTS,
     OUTPUT_FQN,
     ROUTER,
-    blocks_of,
-    held,
     in_order,
     is_checkpointed,
     is_converted,
@@ -158,10 +156,10 @@ def _routed(case: Case, fqn: str) -> Iterator[_Module]:
         return
     model, traits = case.model, case.float8.grouped_traits
     again = case.train.accumulation * (int(case.train.evaluate) + is_checkpointed(case, fqn))
-    yield _Module(f"{block}.{ROUTER}", residual_tokens(case), (model.shape.dim, model.experts), HIGH_PRECISION, again)
+    yield _Module(f"{block}.{ROUTER}", case.residual_tokens, (model.shape.dim, model.experts), HIGH_PRECISION, again)
     up, local = (model.shape.dim, model.expert_dim), model.experts // case.layout.ep
     for weight, features in (("w1", up), ("w3", up), ("w2", up[::-1])):
-        yield _Module(f"{block}.{EXPERTS}.{weight}", sent_rows(case), features, traits, again, groups=local)
+        yield _Module(f"{block}.{EXPERTS}.{weight}", case.sent_rows, features, traits, again, groups=local)
 
 
 def _gemms_of(case: Case, module: _Module) -> tuple[Gemm, ...]:

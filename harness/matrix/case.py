@@ -355,8 +355,8 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def reductions(self) -> int:
-        """Return how often FSDP2 reduces the gradients of a step."""
-        return self.train.accumulation if self.train.reduce_grads == "every_microbatch" else 1
+        """Return how often the gradients of a step are reduced; FSDP2 alone does it more than once."""
+        return self.train.accumulation if self.uses_fsdp and self.train.reduce_grads == "every_microbatch" else 1
 
     @property
     def tokens_per_rank(self) -> int:
@@ -367,6 +367,21 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     def local_seq_len(self) -> int:
         """Positions of a sequence per data-parallel rank: all, unless ranks of context parallelism share it."""
         return self.train.seq_len // self.layout.cp
+
+    @property
+    def residual_tokens(self) -> int:
+        """Return the tokens that a rank holds between blocks."""
+        return self.microbatch * -(-self.local_seq_len // self.layout.shares_of_sequence)
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows that a rank sends to experts in the forward of a block, and gets if tokens are spread evenly."""
+        return self.residual_tokens * self.model.top_k
+
+    @property
+    def forward_passes(self) -> int:
+        """Forward passes of one step: its evaluation, and the one that is trained."""
+        return 1 + self.train.evaluate
 
     @property
     def uses_fsdp(self) -> bool:

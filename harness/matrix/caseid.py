@@ -18,7 +18,7 @@ from harness.matrix.axes import AXES, DECLARED, DEFAULTS, axis_type, case_from_a
 from harness.matrix.axis import Changes
 from harness.matrix.axis import Word as Declared
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import DP_AXES
+from harness.matrix.dims import DIMENSIONS
 from harness.matrix.model import PRESET_WORDS
 from harness.matrix.synonyms import meanings
 
@@ -310,19 +310,11 @@ def solo_case(case: Case) -> Case:
     """Return the case whose single-rank reference is used for `case`: without all options that must not change a
     number.
 
-    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch, its sequences, of
-    experts the tokens, and of a pipeline tied ends. Nor may the split of the batch into shards and replicas change one,
-    unless both sums of it are rounded.
+    These are checkpointing, compile, evaluation, resuming, and degrees but those that the single rank repeats.
     """
-    layout = case.layout
-    rounds_twice = case.train.reduce_dtype == "bfloat16"
-    split = msgspec.structs.replace(Layout(), **{axis: layout.mesh[axis] for axis in DP_AXES})
+    kept = {name: value for one in DIMENSIONS for name, value in one.alone(case).items()}
     alone = without(case, Changes.NOTHING, Changes.LAYOUT)
-    shared = split if rounds_twice else Layout(dp_shard=layout.dp)
-    sharing = max(1, layout.ep // layout.tp)  # data-parallel ranks that share experts
-    stages = 2 if case.model.tied and layout.pp > 1 else 1  # copies of tied weights, of any number of stages
-    apart = {"ep": sharing, "cp": layout.cp, "sequence_order": layout.sequence_order, "pp": stages}
-    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, **apart))
+    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(Layout(), **kept))
 
 
 def twin_case(case: Case) -> Case:

@@ -26,11 +26,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
     """The degrees of the axes of a mesh, the outermost first. `dp_replicate` > 1 with `dp_shard` > 1 is HSDP."""
 
     pp: Annotated[
-        Degree,
-        _axis(
-            "number of pipeline stages",
-            number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"),
-        ),
+        Degree, _axis("number of pipeline stages", number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"))
     ] = 1
     dp_replicate: Annotated[
         Degree,
@@ -45,11 +41,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
     dp_shard: Annotated[Degree, _axis("FSDP2 degree: ranks that shard every parameter", everyday=True)] = 1
     tp: Annotated[
         Degree,
-        _axis(
-            "tensor-parallel degree",
-            number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"),
-            everyday=True,
-        ),
+        _axis("tensor-parallel degree", number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"), everyday=True),
     ] = 1
 
     @property
@@ -181,21 +173,37 @@ class Layout(Mesh, frozen=True, kw_only=True):
     ] = "headtail"
 
     @property
-    def expert_mesh(self) -> dict[str, int]:
-        """The mesh of expert weights over the same ranks: `ep` shares the experts, `efsdp` a part of each of them."""
-        efsdp = self.dp_shard * self.tp // self.ep
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": efsdp, "ep": self.ep}
+    def meshes(self) -> tuple[dict[str, int], ...]:
+        """Return the mesh, and the same ranks as they share sequences and the weights of experts.
+
+        `cp` ranks of `dp_shard` share sequences, those of `dp_sequence` have different ones. `ep` ranks have different
+        experts, those of `efsdp` a part of each.
+        """
+        outer, dp_shard, tp = {"pp": self.pp, "dp_replicate": self.dp_replicate}, self.dp_shard, self.tp
+        return (
+            self.mesh,
+            {**outer, "dp_sequence": dp_shard // self.cp, "cp": self.cp, "tp": tp},
+            {**outer, "efsdp": dp_shard * tp // self.ep, "ep": self.ep},
+        )
 
     @property
-    def sequence_mesh(self) -> dict[str, int]:
-        """Return the mesh with `dp_shard` divided: `cp` shares sequences, `dp_sequence` has different ones."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_sequence": self.dp_shard // self.cp,
-            "cp": self.cp,
-            "tp": self.tp,
-        }
+    def degrees(self) -> dict[str, int]:
+        """Return the degree of every axis of all meshes."""
+        return {name: degree for mesh in self.meshes for name, degree in mesh.items()}
+
+    @property
+    def scatters(self) -> bool:
+        """Return True if TP ranks have different parts of the sequence between blocks."""
+        return self.tp > 1 and self.sequence_parallel
+
+    @property
+    def shares_of_sequence(self) -> int:
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def shares_of_logits(self) -> int:
+        """Return the number of TP ranks among which logits and loss are sharded."""
+        return self.tp if self.loss_parallel else 1
 
     @property
     def batches(self) -> int:
@@ -214,19 +222,10 @@ class Layout(Mesh, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
 
 
-def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Return the coordinate of `rank` on every axis."""
-    return _coordinates(layout.mesh, rank)
-
-
-def expert_coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Return the coordinate of `rank` on every axis of the mesh of expert weights."""
-    return _coordinates(layout.expert_mesh, rank)
-
-
-def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
+def coordinates(layout: Layout, rank: int, axes: Collection[str] = ()) -> dict[str, int]:
+    """Return the coordinate of `rank` on every axis of the mesh that has these (`mesh_with`)."""
     by_axis = {}
-    for name, degree in reversed(mesh.items()):
+    for name, degree in reversed(mesh_with(layout, axes).items()):
         rank, by_axis[name] = divmod(rank, degree)
     return by_axis
 
@@ -252,16 +251,17 @@ def positions(layout: Layout, seq_len: int, part: int) -> tuple[int, ...]:
     begin as the other is from its end, so that under a causal mask all ranks have as much to do.
     """
     ranks, number = layout.cp, part % layout.cp
-    pieces = (number, 2 * ranks - 1 - number) if ranks > 1 and layout.sequence_order == "headtail" else (number,)
+    pieces = (number, 2 * ranks - 1 - number)[: pieces_of_rank(layout)]
     length = seq_len // (len(pieces) * ranks)
     return tuple(position for piece in pieces for position in range(piece * length, (piece + 1) * length))
 
 
-def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-    """Return the ranks that differ from `rank` only on these axes, including itself, ascending.
+def pieces_of_rank(layout: Layout) -> int:
+    return 2 if layout.cp > 1 and layout.sequence_order == "headtail" else 1
 
-    Of the mesh of the layout, or of the mesh of expert weights or of sequences where an axis is of it alone.
-    """
+
+def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+    """Return the ranks that differ from `rank` only on these axes, including itself, ascending (`mesh_with`)."""
     return _peers(layout, rank, frozenset(axes))
 
 
@@ -269,7 +269,7 @@ def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
 def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
     """Checks ask for the same ranks once per cast."""
     mesh = mesh_with(layout, axes)
-    mine = _coordinates(mesh, rank)
+    mine = coordinates(layout, rank, axes)
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
     return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
 
@@ -280,10 +280,9 @@ def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], .
 
 
 def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
-    """Return the mesh that has these axes: of the layout, of expert weights, or of sequences."""
-    if not set(axes).isdisjoint(EXPERT_AXES):
-        return layout.expert_mesh
-    return layout.mesh if set(axes).isdisjoint(SEQUENCE_AXES) else layout.sequence_mesh
+    """Return the mesh that alone has one of these axes; the mesh of the layout where none has."""
+    own, *others = layout.meshes
+    return next((mesh for mesh in others if not (mesh.keys() - own.keys()).isdisjoint(axes)), own)
 
 
 def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
@@ -322,8 +321,8 @@ def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
         for chosen in itertools.combinations(used, count):
             if ranks == peers(layout, rank, chosen):
                 return "world" if 1 < count == len(used) else "+".join(chosen)
-    shared = (*(EXPERT_AXES if layout.ep > 1 else ()), *(SEQUENCE_AXES if layout.cp > 1 else ()))
-    shared_axis = next((name for name in shared if ranks == peers(layout, rank, (name,))), None)
+    others = [*(EXPERT_AXES if layout.ep > 1 else ()), *(SEQUENCE_AXES if layout.cp > 1 else ())]
+    shared_axis = next((name for name in others if ranks == peers(layout, rank, (name,))), None)
     return shared_axis or f"ranks {','.join(map(str, ranks))}"
 
 

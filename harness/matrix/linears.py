@@ -1,21 +1,15 @@
-"""The modules of the reference Llama: its linears, which of them are converted, and the stages of a pipeline.
+"""The modules of the reference Llama: its linears, and which of them are converted.
 
 Shape arithmetic that follows from a case alone: `rules.py` uses it for alignment, `expect/` for what must run.
-
-Stages are cut as torchtitan cuts a model: blocks in order, as evenly as they divide, the embedding in the first stage,
-the last norm and the output layer in the last. Stages go round over the ranks: with two a rank, rank 0 of two has the
-first and the third.
 """
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, get_args
 
 import msgspec
 
 from harness.matrix.case import Case, Model
-from harness.matrix.layout import Layout, coordinates
 from harness.matrix.recipes import MatmulRole
 
 _ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
@@ -24,7 +18,7 @@ BLOCK_LINEARS = (*_ATTENTION, "feed_forward.w1", "feed_forward.w3", "feed_forwar
 # Of a mixture of experts. Its router is a linear too, which no recipe converts.
 _SHARED = ("moe.shared_experts.w1", "moe.shared_experts.w3", "moe.shared_experts.w2")
 EXPERT_BLOCK_LINEARS = (*_ATTENTION, *_SHARED)
-OUTPUT_FQN = "output"
+EMBEDDING, OUTPUT_FQN = "tok_embeddings", "output"
 ROUTER, EXPERTS = "moe.router.gate", "moe.experts"  # of a block
 # Sharded over in_features; the others over out_features.
 ROWWISE = frozenset({"attention.wo", "feed_forward.w2", "moe.shared_experts.w2"})
@@ -82,6 +76,19 @@ def is_converted(case: Case, fqn: str) -> bool:
 def is_checkpointed(case: Case, fqn: str) -> bool:
     """Return True if the linear is in a checkpointed block: its operands are cast again in backward."""
     return fqn != OUTPUT_FQN and case.checkpointing.wraps(int(fqn.split(".")[1]))
+
+
+def is_recomputed(case: Case, layer: int, name: str) -> bool:
+    """Return True if checkpointing recomputes the matmul of this linear of a block.
+
+    `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
+    """
+    if case.checkpointing.mode != "selective_op":
+        return case.checkpointing.wraps(layer)
+    counted = [
+        linear for linear in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{linear}")
+    ]
+    return name not in counted or counted.index(name) % 2 == 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,6 +207,12 @@ def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
     return _local(name, linear_features(case, name), case.layout.tp, rank % case.layout.tp)
 
 
+def width_of_logits(case: Case, rank: int) -> int:
+    """Return how many logits of a token a rank has of the output layer."""
+    shares = case.layout.shares_of_logits
+    return shard_size(case.model.padded_vocab_size, shares, rank % shares)
+
+
 def _local(name: str, features: tuple[int, int], tp: int, rank: int) -> tuple[int, int]:
     inputs, outputs = features
     return (shard_size(inputs, tp, rank), outputs) if name in ROWWISE else (inputs, shard_size(outputs, tp, rank))
@@ -212,116 +225,3 @@ def _held(model: Model, tp: int) -> Mapping[str, Sequence[tuple[int, int]]]:
         name: sorted({_local(name, features, tp, rank) for rank in range(tp)}, reverse=True)
         for name, features in _features(model).items()
     }
-
-
-_PER_RANK = {"interleaved": 2}
-EMBEDDING = "tok_embeddings"
-_LAST = ("norm", OUTPUT_FQN)
-
-
-def ends_are_one(case: Case) -> bool:
-    """True if embedding and output layer have one parameter: tied ends of a pipeline are copies of one another."""
-    return case.model.tied and case.layout.pp == 1
-
-
-def copies_of_weights(case: Case) -> frozenset[str]:
-    """Return the parameters that a pipeline has besides those of the embedding, though they are the same weights."""
-    return frozenset({f"{OUTPUT_FQN}.weight"} if case.model.tied else ())
-
-
-def stage_count(layout: Layout) -> int:
-    return layout.pp * _PER_RANK.get(layout.schedule, 1)
-
-
-def stages_of(case: Case, rank: int) -> tuple[int, ...]:
-    """Return the stages that a rank computes, in order."""
-    return _stages(case.layout, _coordinate(case, rank))
-
-
-def _stages(layout: Layout, coordinate: int) -> tuple[int, ...]:
-    return tuple(range(coordinate, stage_count(layout), layout.pp))
-
-
-def _coordinate(case: Case, rank: int) -> int:
-    return coordinates(case.layout, rank)["pp"]
-
-
-def blocks_of_stage(case: Case, stage: int) -> range:
-    """Return the numbers of the blocks that a stage holds."""
-    per_stage, more = divmod(case.model.shape.layers, stage_count(case.layout))
-    first = stage * per_stage + min(stage, more)
-    return range(first, first + per_stage + (stage < more))
-
-
-@functools.lru_cache(maxsize=1024)
-def modules_of_stage(case: Case, stage: int) -> tuple[str, ...]:
-    """Return the FQNs of the modules directly in the model that a stage holds, in order of execution."""
-    blocks = (f"layers.{layer}" for layer in blocks_of_stage(case, stage))
-    is_last = stage == stage_count(case.layout) - 1
-    return (*((EMBEDDING,) if stage == 0 else ()), *blocks, *(_LAST if is_last else ()))
-
-
-def stage_of(case: Case, fqn: str) -> int:
-    """Return the stage that holds a module; the first for one that is in none of the Llama's."""
-    stages = range(stage_count(case.layout))
-    return next((stage for stage in stages if _module_of(fqn) in modules_of_stage(case, stage)), 0)
-
-
-@functools.lru_cache(maxsize=1024)
-def _modules(case: Case, coordinate: int) -> frozenset[str]:
-    return frozenset(name for stage in _stages(case.layout, coordinate) for name in modules_of_stage(case, stage))
-
-
-def holds(case: Case, rank: int, fqn: str) -> bool:
-    """Return True if a module, or a parameter of one, is in a stage of this rank."""
-    return case.layout.pp == 1 or _module_of(fqn) in _modules(case, _coordinate(case, rank))
-
-
-def _module_of(fqn: str) -> str:
-    parts = fqn.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-
-
-def held(case: Case, rank: int, fqns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(fqn for fqn in fqns if holds(case, rank, fqn))
-
-
-def neighbors(case: Case, rank: int) -> tuple[int, int]:
-    """Return how many stages of a rank have one behind them, and how many one before them."""
-    stages = stages_of(case, rank)
-    return sum(stage < stage_count(case.layout) - 1 for stage in stages), sum(stage > 0 for stage in stages)
-
-
-def connections(case: Case, rank: int) -> tuple[int, int]:
-    """To how many ranks behind it a rank is next, and in how many rounds of disjoint pairs such ranks connect."""
-    pp, mine = case.layout.pp, _coordinate(case, rank)
-    pairs = {tuple(sorted((stage % pp, (stage + 1) % pp))) for stage in range(stage_count(case.layout) - 1)}
-    odd_ring = pp % 2 == 1 and len(pairs) == pp
-    return sum(lower == mine for lower, _ in pairs), min(len(pairs), 2) + odd_ring
-
-
-def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
-    """By stage of a rank, how many microbatches are computed forward when its first backward begins.
-
-    GPipe computes all of them. The others begin to go back when the first microbatch has come back to the rank, or has
-    gone through its last stage; interleaved stages take turns of as many microbatches as the pipeline has ranks.
-    """
-    layout, stages = case.layout, stages_of(case, rank)
-    if layout.schedule == "gpipe" or layout.pp == 1:
-        return dict.fromkeys(stages, case.train.accumulation if layout.pp > 1 else 1)
-    behind = layout.pp - 1 - _coordinate(case, rank)
-    forwards = (len(stages) - 1) * layout.pp + behind * len(stages) + 1
-    turns = Counter(
-        stages[step // layout.pp % len(stages)] for step in range(min(forwards, len(stages) * case.train.accumulation))
-    )
-    return {stage: turns[stage] for stage in stages}
-
-
-def expert_layers_of(case: Case, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the blocks with experts that a rank holds."""
-    return tuple(layer for layer in blocks_of(case, rank) if case.model.has_experts(layer))
-
-
-def blocks_of(case: Case, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the blocks that a rank holds."""
-    return tuple(sorted(layer for stage in stages_of(case, rank) for layer in blocks_of_stage(case, stage)))

@@ -46,6 +46,11 @@ def activations_differ(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     return case.layout.tp > 1 or not numerics.has_one_order(case.layout.cp)
 
 
+def has_plain_shards(case: Case) -> bool:
+    """Return True if TP ranks compute on plain tensors, which cannot be put together or compared with one rank's."""
+    return case.layout.tp > 1 and computes_on_plain_shards(case.target)
+
+
 def clips_by_a_rounded_norm(case: Case) -> bool:
     """Return True if ranks sum the norm in an order of their own, so that its rounding is in every gradient."""
     return case.train.max_norm is not None and case.world_size > 1 and case.train.dtype != "float64"
@@ -96,12 +101,12 @@ def replayed_steps(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> tuple[int
     sums it is.
     """
     if case.train.dtype == "float64" and case.layout.tp > 1 and case.compile == "none" and is_llama(case.target):
-        return () if computes_on_plain_shards(case.target) else (1,)
+        return () if has_plain_shards(case) else (1,)
     if not drifts(case, numerics) or case.compile == "graph":
         return ()
     if case.compile == "inductor" and case.target != REFERENCE:
         return ()
-    if case.layout.tp > 1 and computes_on_plain_shards(case.target):
+    if has_plain_shards(case):
         return ()
     if not is_llama(case.target):
         return () if case.float8.tp_styles == "float8" else _spread_out(case.train.steps, FIRST_STEPS + LATER_STEPS)

@@ -231,7 +231,7 @@ class KnownRule(Rule, frozen=True):
 
     def applies(self, case: Case) -> bool:
         """Return True for the cases that the record selects, whatever their model."""
-        return self.when(case)
+        return bool(self.when(case))
 
 
 def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:

@@ -2,7 +2,7 @@
 
 A rule declares the axes that it reads, so that the matrix can evaluate it on part of a case; it must not read others.
 
-`rules.toml` lists the exclusions. The conditions of most of them are selectors; the others are here.
+`rules.toml` lists the exclusions. The conditions of most of them are selectors; the others are here, or of dimensions.
 An excluded case is impossible or meaningless. A case with an expected refusal is run, and fails if it trains.
 What cases need of a GPU are the rows of `gpu_needs.toml`.
 """
@@ -17,19 +17,12 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_type, case_from_axes, choices, shown_value
-from harness.matrix.case import Case, ModelShape
+from harness.matrix.case import Case
 from harness.matrix.caseid import other_layout
+from harness.matrix.dims import DIMENSIONS
+from harness.matrix.dims.dimension import MODEL_AXES, VOCABULARY_AXES
 from harness.matrix.layout import DP_AXES, MESH_AXES
-from harness.matrix.linears import (
-    OUTPUT_FQN,
-    Gemm,
-    converted_fqns,
-    gemms,
-    is_misaligned,
-    linear_fqns,
-    shard_sizes,
-    stage_count,
-)
+from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns
 from harness.matrix.recipes import OPERANDS
 from harness.matrix.selector import axes_read, parse_selector
 from harness.registry import is_llama, load, plugins
@@ -37,8 +30,6 @@ from harness.registry import is_llama, load, plugins
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
 _SHOWN = 8  # values of an axis in a message
-_MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__, "experts")
-_VOCABULARY_AXES = ("vocab_size", "pad_vocab_to_multiple_of")
 _CONVERSION_AXES = ("recipe", "filter_fqns", "casts")
 
 
@@ -49,13 +40,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     source: str
     axes: tuple[str, ...]
-    when: Callable[[Case], bool]
+    when: Callable[[Case], int]
     of_any_target: bool = False  # a rule that reads the target, but no shape of its model
 
     def applies(self, case: Case) -> bool:
         """True if the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
         known = is_llama(case.target) or "target" not in self.axes or self.of_any_target
-        return known and self.when(case)
+        return known and bool(self.when(case))
 
 
 class Exclusion(Rule, frozen=True):
@@ -145,39 +136,11 @@ def _recomputes_unseen(case: Case) -> bool:
 
 
 # The conditions that are no selectors, by the name of the rule: the axes that they read, and when it applies.
-_CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
-    "batch_divides_dp": (
-        ("global_batch", *DP_AXES, "cp"),
-        lambda case: case.train.global_batch % case.layout.batches != 0,
-    ),
-    "accumulation_divides_batch": (
-        ("global_batch", *DP_AXES, "cp", "accumulation"),
-        lambda case: case.train.global_batch % (case.layout.batches * case.train.accumulation) != 0,
-    ),
-    "heads_divide_tp": (
-        (*_MODEL_AXES, "tp"),
-        lambda case: bool(case.model.shape.heads % case.layout.tp or case.model.shape.kv_heads % case.layout.tp),
-    ),
-    "ffn_divides_tp": ((*_MODEL_AXES, "tp"), lambda case: case.model.shape.ffn_dim % case.layout.tp != 0),
-    "vocab_fills_tp": (
-        ("target", *_VOCABULARY_AXES, "tp"),
-        lambda case: 0 in shard_sizes(case.model.padded_vocab_size, case.layout.tp),
-    ),
+_CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], int]]] = {
+    **{name: rule for one in DIMENSIONS for name, rule in one.excluded.items()},
     "vocab_padding_pads": (
-        _VOCABULARY_AXES,
+        VOCABULARY_AXES,
         lambda case: case.model.pad_vocab_to_multiple_of > 1 and case.model.padded_vocab_size == case.model.vocab_size,
-    ),
-    "sequence_divides_tp": (
-        ("target", "seq_len", "cp", "tp", "sequence_parallel"),
-        lambda case: case.layout.sequence_parallel and case.local_seq_len % case.layout.tp != 0,
-    ),
-    "cp_divides_shards": (("dp_shard", "cp"), lambda case: case.layout.dp_shard % case.layout.cp != 0),
-    "sequence_divides_cp": (
-        ("seq_len", "cp", "sequence_order"),
-        lambda case: (
-            case.train.seq_len % (case.layout.cp * (1 + (case.layout.sequence_order == "headtail"))) != 0
-            and case.layout.cp > 1
-        ),
     ),
     "all_gather_needs_tensorwise": (
         ("fp8_all_gather", "recipe"),
@@ -206,41 +169,25 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
         lambda case: case.float8.tp_styles == "float8" and not case.float8.traits.has_tp_styles,
     ),
     "tp_styles_need_converted_blocks": (
-        ("tp_styles", "recipe", "filter_fqns", *_MODEL_AXES),
+        ("tp_styles", "recipe", "filter_fqns", *MODEL_AXES),
         lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
     ),
-    "ep_divides_ranks": (
-        ("dp_shard", "tp", "ep", "experts"),
-        lambda case: (
-            case.model.experts > 0
-            and (case.layout.ep % case.layout.tp != 0 or case.layout.dp_shard * case.layout.tp % case.layout.ep != 0)
-        ),
-    ),
-    "microbatches_fill_pipeline": (("pp", "accumulation"), lambda case: case.train.accumulation % case.layout.pp != 0),
-    "stages_have_blocks": (
-        ("pp", "schedule", *_MODEL_AXES),
-        lambda case: stage_count(case.layout) > case.model.shape.layers,
-    ),
-    "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep != 0),
     "top_k_among_experts": (
         ("experts", "top_k"),
         lambda case: case.model.experts > 0 and case.model.top_k > case.model.experts,
     ),
-    "experts_behind_the_first_block": (
-        _MODEL_AXES,
-        lambda case: case.model.experts > 0 and case.model.shape.layers < 2,
-    ),
-    "filter_matches": (("filter_fqns", "recipe", *_MODEL_AXES), _filter_misses),
+    "experts_behind_the_first_block": (MODEL_AXES, lambda case: case.model.experts > 0 and case.model.shape.layers < 2),
+    "filter_matches": (("filter_fqns", "recipe", *MODEL_AXES), _filter_misses),
     "filter_contradicts_output": (
         ("target", "filter_fqns", "recipe", "output_layer"),
         lambda case: case.float8.output_layer and any(entry in OUTPUT_FQN for entry in case.float8.filter_fqns),
     ),
     "something_converted": (
-        ("recipe", "filter_fqns", "output_layer", *_MODEL_AXES),
+        ("recipe", "filter_fqns", "output_layer", *MODEL_AXES),
         lambda case: case.float8.enabled and not converted_fqns(case),
     ),
     "every_reaches_a_layer": (
-        ("checkpointing", "checkpoint_every", *_MODEL_AXES),
+        ("checkpointing", "checkpoint_every", *MODEL_AXES),
         lambda case: (
             case.checkpointing.mode == "selective_layer" and case.checkpointing.every > case.model.shape.layers
         ),
@@ -269,16 +216,16 @@ def _check_target(name: str, row: Mapping[str, Any], path: Path) -> None:
         raise HarnessError(what, where=str(path), fix="add of_any_target = true if it reads no shape of a model.")
 
 
-def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:
+def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], int]]:
     """Return the axes that a rule reads, and its condition: selectors, or code of this file or of a plug-in."""
     if "where" in row:
         return _selected(row["where"])
     if "when" in row:
-        return (*row["axes"], *_MODEL_AXES), load(row["when"])
+        return (*row["axes"], *MODEL_AXES), load(row["when"])
     return _CODED[name]
 
 
-def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:
+def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], int]]:
     selectors = tuple(map(parse_selector, where))
     axes = tuple(dict.fromkeys(name for selector in selectors for name in axes_read(selector)))
     return axes, lambda case: any(selector.matches(case) for selector in selectors)
@@ -306,7 +253,7 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="a weight dimension of a converted linear inside a block, as one TP rank holds it, is not a multiple of "
         "16 (MXFP8: 32); pad_inner_dim cannot help, because every weight dimension is an output dimension of a matmul",
         source=_META,
-        axes=(*_MODEL_AXES, "tp", *_CONVERSION_AXES),
+        axes=(*MODEL_AXES, "tp", *_CONVERSION_AXES),
         when=lambda case: _misaligned_weights(case, output=False),
     ),
     _refused_alignment(
@@ -315,7 +262,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "pad_inner_dim cannot help, because the shard is the output dimension of the forward matmul; padding the "
         "vocabulary to a multiple of 16 * tp (32 * tp) can",
         source=_META,
-        axes=(*_VOCABULARY_AXES, *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
+        axes=(*VOCABULARY_AXES, *MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
         when=lambda case: _misaligned_weights(case, output=True),
     ),
     _refused_alignment(

@@ -37,11 +37,11 @@ from harness.evidence.tolerance import (
 from harness.evidence.verified import doubts, read_verified
 from harness.expect.expectations import Expectations
 from harness.expect.model import accumulates, found_model
-from harness.expect.upstream import installed_changes
 from harness.hints import update_profile
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.records import PACKAGES, KnownFault, matching
+from harness.matrix.upstream import installed_changes
 from harness.project import Project
 from harness.running.case_runner import NONE
 from harness.running.plan import Injection, Plan, parse_injection

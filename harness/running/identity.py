@@ -19,8 +19,8 @@ from pathlib import Path
 from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
 from harness.errors import HarnessError
 from harness.evidence.golden import tree_commit, tree_difference
-from harness.expect.upstream import installed_changes
 from harness.hints import EXEC
+from harness.matrix.upstream import installed_changes
 from harness.project import builds_folder
 from harness.registry import REFERENCE, Target, is_offered, module_of, needed, targets
 from harness.request import default_arithmetic

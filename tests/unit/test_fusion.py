@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.graphs import FusionKind, expected_fusions
-from harness.expect.compiled import extra_matmul_calls, fusion_candidates
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.dims.tp import extra_matmul_calls, fusion_candidates
 
 LAYERS = 2
 GATHERS = {"bf16", "tensorwise-tpstyle.fp8"}  # recipes whose gathers feed matmuls as they are

@@ -10,10 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.expect.expectations import Expectations
-from harness.expect.traffic import expected_transfers, votes
-from harness.expect.upstream import changes_in
+from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.dims.dimension import Sender
+from harness.matrix.dims.pp import (
+    blocks_of,
+    connections,
+    forwards_in_flight,
+    holds,
+    modules_of_stage,
+    neighbors,
+    stages_of,
+    votes,
+)
 from harness.matrix.layout import (
     DP_AXES,
     MESH_AXES,
@@ -26,15 +36,7 @@ from harness.matrix.layout import (
     positions,
     positions_of_ranks,
 )
-from harness.matrix.linears import (
-    blocks_of,
-    connections,
-    forwards_in_flight,
-    holds,
-    modules_of_stage,
-    neighbors,
-    stages_of,
-)
+from harness.matrix.upstream import changes_in
 from harness.plugins.predict.cost import metrics
 from tests.builders import make_case
 
@@ -208,11 +210,11 @@ def test_stages_send_every_microbatch_and_its_gradient_and_vote_when_they_are_ne
     assert [transfer.purpose for transfer in expected_transfers(TWO, step=2, rank=2) if transfer.axis == "pp"] == [
         "input gradients of stages"
     ]
-    assert [(vote.dtype, vote.elements, vote.times) for vote in votes(TWO, 0, 1)] == [("int32", 1, 1)]
+    assert [(vote.dtype, vote.elements, vote.times) for vote in votes(Sender(TWO, 0, 1))] == [("int32", 1, 1)]
     resumed = make_case(pp=2, accumulation=4, steps=4, resume="same")
-    assert [step for step in range(1, 5) if list(votes(resumed, 0, step))] == [1, 3]
-    assert not list(votes(make_case(tp=2), 0, 1))
-    together = votes(TWO, 0, 1, changes_in({"torch": "2.15.0"}))
+    assert [step for step in range(1, 5) if list(votes(Sender(resumed, 0, step)))] == [1, 3]
+    assert not list(votes(Sender(make_case(tp=2), 0, 1)))
+    together = votes(Sender(TWO, 0, 1, changes_in({"torch": "2.15.0"})))
     assert [(vote.kind, vote.op) for vote in together] == [
         ("all_reduce", "min"),
         ("all_reduce", "sum"),

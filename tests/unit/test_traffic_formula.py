@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from harness.checks.traffic import CollectiveKey, expected_traffic
 from harness.expect.expectations import Expectations
 from harness.expect.memory import expected_saved
-from harness.expect.model import is_recomputed
-from harness.expect.traffic import converted_weight_shards, expected_transfers
+from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case, Checkpointing
-from harness.matrix.linears import BLOCK_LINEARS
+from harness.matrix.dims.fsdp import converted_weight_shards
+from harness.matrix.linears import BLOCK_LINEARS, is_recomputed
 from tests.builders import make_case
 from tests.strategies import EAGER_CASES, EAGER_DENSE_CASES
 
@@ -235,7 +235,7 @@ def test_traffic_of_any_case(case: Case, data: st.DataObject) -> None:
     terms = expected_transfers(case, step=1, rank=rank)
     assert all(term.times > 0 and term.elements > 0 and term.payload_bytes > 0 for term in terms)
     layout = case.layout
-    degrees = layout.expert_mesh | layout.sequence_mesh | layout.mesh
+    degrees = layout.degrees
     assert {term.axis for term in terms} <= {axis for axis, degree in degrees.items() if degree > 1}
     assert expected_transfers(case, step=2, rank=rank) == expected_transfers(case, step=7, rank=rank)
     assert bool(terms) == (case.world_size > 1)

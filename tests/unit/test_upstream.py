@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from harness.expect import upstream
-from harness.expect.upstream import CHANGES, UpstreamChange, changes_in, installed_changes
+from harness.matrix import upstream
+from harness.matrix.upstream import CHANGES, UpstreamChange, changes_in, installed_changes
 
 BY_NAME = {change.name: change for change in CHANGES}
 NIGHT, RELEASE = "2.15.0.dev20260801+cpu", "2.15.0+cu132"

@@ -11,9 +11,9 @@ from harness.checks.judge import judge, run_from_outcome
 from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import JobOutcome
 from harness.expect.expectations import Expectations
-from harness.expect.upstream import CHANGES, UpstreamChange
 from harness.internals import State, read_parts
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.upstream import CHANGES, UpstreamChange
 from harness.running.machine import internals_here
 from harness.sources import installed_versions, is_since, is_unreleased, package_paths
 from tests.builders import probes_for

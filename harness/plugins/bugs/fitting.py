@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import MODEL_PRESETS
+from harness.matrix.dims.pp import stage_count
 from harness.matrix.layout import DP_AXES, MESH_AXES, REST, Layout, Mesh, ranks_of
-from harness.matrix.linears import stage_count
 from harness.plugins.bugs.draft import SIZES, Draft
 
 MAX_RANKS = 8  # that fit on two cores

@@ -17,11 +17,12 @@ from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.memory import block_elements, expected_live, expected_saved, expected_scalars, gradients
 from harness.expect.traffic import transfers_if_balanced
-from harness.expect.transfer import Unit, fsdp_units, ranks_of_unit, sent_rows
 from harness.expect.work import Work, executed, work
 from harness.matrix.case import Case, Checkpointing, Layout
 from harness.matrix.caseid import case_id
-from harness.matrix.layout import coordinates, expert_coordinates
+from harness.matrix.dims.fsdp import Unit, fsdp_units
+from harness.matrix.dims.pp import stage_count
+from harness.matrix.layout import coordinates
 from harness.matrix.linears import (
     EXPERTS,
     FLOPS_PER_PARAMETER_AND_TOKEN,
@@ -30,7 +31,7 @@ from harness.matrix.linears import (
     local_features,
     parameter_count,
     shard_size,
-    stage_count,
+    width_of_logits,
 )
 from harness.matrix.recipes import ITEM_BYTES
 from harness.plugins.predict.machine import Peak, peak_of_device
@@ -306,11 +307,10 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
 def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
     """Return the elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
     padded = own = 0
-    places = coordinates(case.layout, rank) | expert_coordinates(case.layout, rank)
     for unit in units:
-        ranks, at = ranks_of_unit(case, unit), places["efsdp" if EXPERTS in unit.name else "dp_shard"]
-        padded += sum(weight.shard_elements(ranks) for weight in unit.weights)
-        own += sum(shard_size(weight.rows, ranks, at) * weight.columns for weight in unit.weights)
+        axis = "efsdp" if EXPERTS in unit.name else "dp_shard"
+        padded, at = padded + unit.shard_elements, coordinates(case.layout, rank, (axis,))[axis]
+        own += sum(shard_size(weight.rows, unit.ranks, at) * weight.columns for weight in unit.weights)
     return padded, own
 
 
@@ -324,15 +324,12 @@ def _attention_bytes(case: Case) -> int:
 
 
 def _probability_bytes(case: Case, rank: int) -> int:
-    vocab = case.model.padded_vocab_size
-    if case.layout.loss_parallel:
-        vocab = shard_size(vocab, case.layout.tp, coordinates(case.layout, rank)["tp"])
-    return case.tokens_per_rank * vocab * ITEM_BYTES[case.wide_dtype]
+    return case.tokens_per_rank * width_of_logits(case, rank) * ITEM_BYTES[case.wide_dtype]
 
 
 def _loss_bytes(case: Case, probabilities: int) -> int:
     """Two gradients of the log-probabilities. Loss parallel has a third one, and indices of every token."""
-    if case.layout.tp == 1 or not case.layout.loss_parallel:
+    if case.layout.shares_of_logits == 1:
         return 2 * probabilities
     return 3 * probabilities + case.tokens_per_rank * ITEM_BYTES["int64"]
 
@@ -344,8 +341,7 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     the last block.
     """
     dtype, last = case.train.dtype, case.model.shape.layers - 1
-    ranks_of = [(weight, ranks_of_unit(case, unit)) for unit in units for weight in unit.weights]
-    sizes = [(weight, weight.shard_elements(ranks) * ranks) for weight, ranks in ranks_of]
+    sizes = [(weight, unit.shard_of(weight) * unit.ranks) for unit in units for weight in unit.weights]
     gathered = sum(size * (1 if weight.gathered_in_float8 else ITEM_BYTES[dtype]) for weight, size in sizes)
     whole = sum(size for _, size in sizes)
     unreduced = whole * (ITEM_BYTES[dtype] + ITEM_BYTES[case.reduce_dtype])
@@ -353,7 +349,7 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     widths = 2 * case.model.shape.dim + 3 * local_features(case, hidden)[1]
     elements = case.tokens_per_rank * widths
     if case.model.experts:
-        elements += sent_rows(case) * (2 * case.model.shape.dim + 3 * case.model.expert_dim)
+        elements += case.sent_rows * (2 * case.model.shape.dim + 3 * case.model.expert_dim)
     activations = elements * ITEM_BYTES[dtype]
     if case.checkpointing.wraps(last):
         saved = block_elements(replace(case, checkpointing=Checkpointing()), last, step=2)

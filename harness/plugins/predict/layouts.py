@@ -17,15 +17,15 @@ from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.expect.memory import expected_saved, is_exact
 from harness.expect.traffic import expected_transfers, transfers_if_balanced
-from harness.expect.transfer import Weight, fsdp_units, ranks_of_unit, sent_rows
-from harness.expect.upstream import installed_changes
 from harness.expect.work import executed, gemms
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
+from harness.matrix.dims.fsdp import Weight, fsdp_units
 from harness.matrix.linears import EXPERTS, active_parameter_count, linear_name, parameter_count, shard_sizes
 from harness.matrix.models import layouts
 from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import exclusions, expected_refusal
+from harness.matrix.upstream import installed_changes
 from harness.plugins.predict.cost import Memory, memory, tokens_per_device
 from harness.plugins.predict.machine import (
     AxisTraffic,
@@ -195,7 +195,7 @@ def shards(case: Case) -> tuple[Shard, ...]:
     """Return how every distinct weight is sharded; blocks are alike, except the first where others have experts."""
     units = fsdp_units(case, 0)
     distinct = [unit for unit in units if not unit.name.startswith("layers.") or unit.name.split(".")[1] in ("0", "1")]
-    sharded = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)
+    sharded = (_shard(case, weight, unit.ranks) for unit in distinct for weight in unit.weights)
     return tuple(dict.fromkeys(sharded))
 
 
@@ -214,7 +214,7 @@ def _shard(case: Case, weight: Weight, ranks: int) -> Shard:
 
 
 def routed(case: Case, machine: Machine) -> Routed:
-    rows, blocks = sent_rows(case), len(case.model.expert_layers)
+    rows, blocks = case.sent_rows, len(case.model.expert_layers)
     grouped = [gemm for gemm in gemms(case) if EXPERTS in gemm.fqn]
     timed = machine.peak.tflops(case.train.dtype) is not None
     received = [((times * rows,),) * blocks for times in (1, IMBALANCE)] if is_exact(case) else []

@@ -14,9 +14,9 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.expect.traffic import transfers_if_balanced
-from harness.expect.transfer import Transfer
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
+from harness.matrix.dims.dimension import Transfer
 from harness.matrix.layout import EXPERT_AXES, MESH_AXES, SEQUENCE_AXES, mesh_with
 from harness.registry import is_llama
 from harness.trace.counts import FLOAT8

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.compiled import fusion_candidates
 from harness.expect.traffic import transfers_if_balanced
-from harness.expect.transfer import Transfer, sent_rows
 from harness.expect.work import ATTENTION, Gemm, alike_modules, work
 from harness.matrix.case import Case, Float8
+from harness.matrix.dims.dimension import Transfer
+from harness.matrix.dims.tp import fusion_candidates
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.linears import (
     OUTPUT_FQN,
@@ -152,7 +152,7 @@ def _memory_s(case: Case, machine: Machine) -> float:
     blocks = shape.layers + _FORWARD * wrapped
     activations = tokens * blocks * (_DIM_PASSES * shape.dim + _FFN_PASSES * shape.ffn_dim) * item / layout.tp
     if case.model.experts:  # rows are copied to groups and back, and results are weighed
-        rows = sent_rows(case) * case.train.accumulation * len(case.model.expert_layers)
+        rows = case.sent_rows * case.train.accumulation * len(case.model.expert_layers)
         activations += rows * (_ROW_PASSES * shape.dim + _FFN_PASSES * case.model.expert_dim) * item
     loss = tokens * case.model.padded_vocab_size * _LOSS_BYTES / layout.tp
     of_experts, whole = expert_parameters(case.model)[0], parameter_count(case)
@@ -245,7 +245,7 @@ def _of_experts(case: Case) -> Iterator[Cast]:
     for fqn in expert_fqns(model) if case.float8.grouped_mm else ():
         features = model.shape.dim, model.expert_dim
         for name, sizes, times in (("w1", features, 2), ("w2", features[::-1], 1)):  # w3 is as large as w1
-            for cast in _of_matmuls(plain, f"{fqn}.{name}", sent_rows(case), sizes, weights=local):
+            for cast in _of_matmuls(plain, f"{fqn}.{name}", case.sent_rows, sizes, weights=local):
                 yield from (cast,) * times
 
 

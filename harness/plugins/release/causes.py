@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from harness.expect.expectations import CASTS, SAVED_MEMORY, TRAFFIC, Expectations
-from harness.expect.upstream import CHANGES, Changes, UpstreamChange, changes_in
 from harness.hints import repro_with
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.matrix.selector import parse_selector
+from harness.matrix.upstream import CHANGES, Changes, UpstreamChange, changes_in
 from harness.plugins.release.sides import Kind, Pair, Reason, Sides, Topic
 from harness.result import CaseResult, Environment
 from harness.running.environments import is_version

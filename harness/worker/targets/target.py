@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from harness.matrix.layout import Layout
+
 # A loss is the mean over the tokens of the global batch, in nats, before the update. A gradient norm is the global L2
 # norm before clipping, None if the target computes none.
 StepResult = tuple[torch.Tensor | float, torch.Tensor | float | None]
@@ -31,8 +33,7 @@ class World(NamedTuple):
     dp_rank: int  # which part of the global batch this rank trains on
     microbatches: int  # how many `step` gets: `accumulation`, for the reference times the slices of the batch
     local_batch: int  # sequences of a microbatch
-    pieces: Sequence[Sequence[int]] = ()  # of that reference: the positions that each rank of `cp` has of a sequence
-    stages: int = 1  # of that reference: ranks of the pipeline that it stands for
+    stands_for: Layout = Layout()  # of that reference: the degrees whose ranks it repeats
 
 
 class Target(Protocol):

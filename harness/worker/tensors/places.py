@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Layout
-from harness.matrix.layout import EXPERT_AXES, MESH_AXES, axis_of_group, coordinates, expert_coordinates
+from harness.matrix.layout import EXPERT_AXES, MESH_AXES, axis_of_group, coordinates, mesh_with
 
 
 class Place(NamedTuple):
@@ -55,15 +55,14 @@ class Places:
     def _is_first_along(self, axes: Collection[str]) -> bool:
         if not axes:
             return True
-        rank = dist.get_rank()
-        mine = coordinates(self._layout, rank) | expert_coordinates(self._layout, rank)
+        mine = coordinates(self._layout, dist.get_rank(), axes)
         return all(mine[axis] == 0 for axis in axes)
 
     def _absent_axes(self, tensor: torch.Tensor) -> list[str]:
         known = mesh_axes(tensor.device_mesh, self._layout) if isinstance(tensor, DTensor) else ()
         joined = {axis for name in known for axis in (MESH_AXES if name == "world" else name.split("+"))}
         of_experts = joined & set(EXPERT_AXES)
-        axes = self._layout.expert_mesh if of_experts and "dp_shard" in self._axes else self._axes
+        axes = mesh_with(self._layout, EXPERT_AXES) if of_experts and "dp_shard" in self._axes else self._axes
         return [axis for axis in axes if axis not in joined and axis != "pp"]
 
 

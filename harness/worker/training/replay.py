@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Checkpointing
-from harness.matrix.linears import copies_of_weights
+from harness.matrix.dims.pp import copies_of_weights
 from harness.matrix.numerics import replayed_steps
 from harness.registry import is_llama
 from harness.request import RunRequest

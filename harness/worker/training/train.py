@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import resumed_in
+from harness.matrix.dims.pp import copies_of_weights
 from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
-from harness.matrix.linears import copies_of_weights
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed, State, StateChange
@@ -164,8 +164,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
         dp_rank=0 if solo_witness else dp_rank(case.layout, dist.get_rank()),
         microbatches=microbatches,
         local_batch=case.microbatch,
-        pieces=pieces if solo_witness and len(pieces) > 1 else (),
-        stages=case.layout.pp if solo_witness else 1,
+        stands_for=case.layout if solo_witness else Layout(),
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.plugins.faults.worker import hooks
 from harness.plugins.faults.worker.hooks import RUN, planted, wrap
-from harness.worker.targets.reference import build, context_parallel, parallel
+from harness.worker.targets.reference import build, context_parallel
 from harness.worker.targets.reference.context_parallel import OfRank
 from harness.worker.targets.reference.model import apply_rope, attend
 from harness.worker.targets.target import IGNORED
@@ -127,8 +127,9 @@ def loss_of_a_piece_times_ranks(stock: Any, model: Any, batch: Any, case: Any, t
     return loss
 
 
-@planted(wrap, parallel, "with_context")
+@planted(wrap, build, "build_meshes")
 def gradients_not_reduced_over_cp(stock: Any, layout: Any, world: Any) -> Any:
     """FSDP2 over ranks with other sequences alone: those of a sequence hold the same shards."""
-    shards = parallel.mesh_of(layout.sequence_mesh, world)["dp_sequence"]
-    return stock(layout, world)._replace(dp=shards, of_experts=shards)
+    meshes = stock(layout, world)
+    shards = meshes.cp._get_root_mesh()["dp_sequence"]
+    return meshes._replace(dp=shards, of_experts=shards)

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.matrix.linears import holds, modules_of_stage, stages_of
+from harness.matrix.dims.pp import holds, modules_of_stage, stages_of
 from harness.plugins.faults.worker import hooks
 from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, planted, wrap
 from harness.worker.targets.reference import build, pipeline

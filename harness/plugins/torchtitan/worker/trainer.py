@@ -33,7 +33,8 @@ from torchtitan.tools.utils import NoColor
 from torchtitan.tools.utils import device_type as torchtitan_device
 from torchtitan.trainer import Trainer
 
-from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns, modules_of_stage, stage_count
+from harness.matrix.dims.pp import modules_of_stage, stage_count
+from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
 from harness.plugins.torchtitan.worker.shims import float64_kept, garbage_collected, local_rank
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult
@@ -112,7 +113,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
 
 
 def _pipeline_options(case: Case, world: World) -> dict[str, Any]:
-    """Return the options of a pipeline, with the stages of `matrix/linears.py`."""
+    """Return the options of a pipeline, with the stages of `matrix/dims/pp.py`."""
     if case.layout.pp == 1:
         return {}
     stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]

@@ -18,6 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import positions_of_ranks
 from harness.worker.targets.in_pieces import use_pieces
 from harness.worker.targets.reference.model import Attention, Context, Llama, apply_rope, attend
+from harness.worker.targets.target import World
 from harness.worker.tensors.reduction import spread
 
 Tensor = torch.Tensor
@@ -100,9 +101,10 @@ def apply_cp(model: Llama, case: Case, mesh: DeviceMesh, device: torch.device) -
     return context
 
 
-def stand_for_all(model: Llama, pieces: Sequence[Sequence[int]], device: torch.device) -> OfAllRanks:
-    """Let the model compute what all these ranks of context parallelism do."""
-    context = OfAllRanks(pieces, device)
+def stand_for_all(model: Llama, case: Case, world: World) -> OfAllRanks:
+    """Let the model compute what all ranks of context parallelism do that this one stands for."""
+    pieces = positions_of_ranks(world.stands_for, case.train.seq_len)
+    context = OfAllRanks(pieces, world.device)
     _attend_with(model, context)
     use_pieces(model, len(pieces))
     return context

@@ -40,7 +40,7 @@ def share_of_loss(model: Llama, batch: Batch, case: Case, tokens: int, *, backwa
 def sharded_logits(case: Case) -> AbstractContextManager[None]:
     """In it the loss of logits that TP ranks share is computed, and its gradients."""
     sharded: AbstractContextManager[None] = loss_parallel()
-    return sharded if case.layout.tp > 1 and case.layout.loss_parallel else contextlib.nullcontext()
+    return sharded if case.layout.shares_of_logits > 1 else contextlib.nullcontext()
 
 
 def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, case: Case, tokens: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ expert; an expert computes those of the first source first.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 from harness.matrix.case import Case, Checkpointing, Layout
-from harness.matrix.layout import DP_AXES, device_mesh
+from harness.matrix.layout import REST, SEQUENCE_AXES, device_mesh
 from harness.worker.targets.reference.loss import summed_over
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
@@ -99,62 +99,31 @@ class Meshes(NamedTuple):
 
 
 def build_meshes(layout: Layout, world: World) -> Meshes:
-    """Submeshes of one mesh over all ranks with the axes that are needed."""
+    """Submeshes of one mesh over all ranks: FSDP2 takes a DTensor of a mesh that has a common root with its own.
+
+    With context parallelism FSDP2 shards over ranks with the same sequences as well: they have other tokens of them.
+    Expert parallelism has all ranks of TP, and some of those that share the other parameters: `dp_in_ep`.
+    """
+    parts = dict[str, int]()  # of the axis `dp_shard`
+    if layout.ep > 1:
+        parts = {"efsdp": layout.degrees["efsdp"], "dp_in_ep": layout.ep // layout.tp}
+    elif layout.cp > 1:
+        parts = {name: layout.degrees[name] for name in SEQUENCE_AXES}
     axes = device_mesh(layout, fsdp=world.fsdp)
     if not axes:
         return Meshes()
+    if parts:
+        axes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, **parts, "tp": layout.tp}
+    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if parts:
+        mesh[tuple(parts)]._flatten(REST)
+    meshes = Meshes(**{name: mesh[name] for name in ("tp", "pp", "cp") if axes.get(name, 1) > 1})
     if layout.ep > 1:
-        return _with_experts(layout, world)
-    if layout.cp > 1:
-        return with_context(layout, world)
-    mesh = mesh_of(axes, world)
-    dp_axes = tuple(name for name in axes if name in DP_AXES)
-    dp = mesh[dp_axes] if dp_axes else None
-    tp, pp = (mesh[name] if name in axes else None for name in ("tp", "pp"))
-    return Meshes(tp=tp, pp=pp, dp=dp, of_experts=dp)
-
-
-def mesh_of(axes: Mapping[str, int], world: World) -> DeviceMesh:
-    return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _replicated(shards: DeviceMesh, mesh: DeviceMesh, layout: Layout, name: str) -> DeviceMesh:
-    """Return the mesh of FSDP2 over `shards`, an axis of this name: 2-D with replicas."""
-    return mesh["dp_replicate", name] if layout.dp_replicate > 1 else shards
-
-
-def with_context(layout: Layout, world: World) -> Meshes:
-    """FSDP2 shards over ranks with the same sequences as well: they have other tokens of them."""
-    axes = layout.sequence_mesh
-    mesh = mesh_of(axes, world)
-    shards = mesh["dp_sequence", "cp"]._flatten("dp_shard")
-    dp = _replicated(shards, mesh, layout, "dp_shard")
-    return Meshes(tp=mesh["tp"] if layout.tp > 1 else None, dp=dp, cp=mesh["cp"], of_experts=dp)
-
-
-def _with_experts(layout: Layout, world: World) -> Meshes:
-    """Of one mesh, because FSDP2 takes a DTensor of a mesh that has a common root with its own.
-
-    Expert parallelism has all ranks of TP, and some of those that share the other parameters: `dp_in_ep`.
-    """
-    efsdp, dp_in_ep = layout.expert_mesh["efsdp"], layout.ep // layout.tp
-    axes = {
-        "pp": layout.pp,
-        "dp_replicate": layout.dp_replicate,
-        "efsdp": efsdp,
-        "dp_in_ep": dp_in_ep,
-        "tp": layout.tp,
-    }
-    mesh = mesh_of(axes, world)
-    shards = mesh["efsdp", "dp_in_ep"]._flatten("dp_shard")
-    tp, pp = (mesh[axis] if layout.mesh[axis] > 1 else None for axis in ("tp", "pp"))
-    meshes = Meshes(tp=tp, pp=pp, ep=mesh["dp_in_ep", "tp"]._flatten("ep"))
+        meshes = meshes._replace(ep=mesh["dp_in_ep", "tp"]._flatten("ep"))
     if layout.dp == 1 and not world.fsdp:
         return meshes
-    return meshes._replace(
-        dp=_replicated(shards, mesh, layout, "dp_shard"),
-        of_experts=_replicated(mesh["efsdp"], mesh, layout, "efsdp"),
-    )
+    replicas = ["dp_replicate"] * (layout.dp_replicate > 1)
+    return meshes._replace(dp=mesh[(*replicas, REST)], of_experts=mesh[(*replicas, "efsdp" if layout.ep > 1 else REST)])
 
 
 def apply_ep(model: Llama, mesh: DeviceMesh) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 from harness.matrix.case import Case
-from harness.matrix.linears import modules_of_stage, stage_count, stages_of
+from harness.matrix.dims.pp import modules_of_stage, stage_count, stages_of
 from harness.worker.targets.reference.loss import Batch
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
@@ -53,7 +53,7 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[Llama], case: Case, mesh: DeviceMesh, loss: Loss, rank: int) -> None:
         device = next(parts[0].parameters()).device
-        train, sharded = case.train, case.layout.tp if case.layout.sequence_parallel else 1
+        train, sharded = case.train, case.layout.shares_of_sequence
         tokens = torch.empty(case.microbatch, train.seq_len, dtype=torch.int64, device="meta")
         hidden = torch.empty(
             case.microbatch,
@@ -117,7 +117,7 @@ class Pipeline:
 
 def in_copies(case: Case, world: World) -> bool:
     """Return True if ends are tied by copies: in a pipeline, and on the single rank that is its reference."""
-    return case.model.tied and case.layout.pp * world.stages > 1
+    return case.model.tied and case.layout.pp * world.stands_for.pp > 1
 
 
 class CopiedEnds:

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from harness.checks.catalogue import RULES
 from harness.errors import HarnessError
-from harness.expect.upstream import CHANGES
 from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.choice import carries
 from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
+from harness.matrix.upstream import CHANGES
 from harness.plugins.bugs.bugfile import Bug, BugFile, read_bugs
 from harness.plugins.bugs.corpus import Corpus, Proof, proofs, provable_bugs
 from harness.plugins.bugs.sections import corpus_sections

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from harness.cli.main import main
 from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers
-from harness.expect.transfer import fsdp_units, sent_back, sent_back_if_balanced, sent_rows
 from harness.expect.work import work
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
+from harness.matrix.dims.fsdp import fsdp_units
 from harness.matrix.linears import active_parameter_count, parameter_count
 from harness.matrix.models import MODELS, training
 from harness.plugins.predict.cost import flops_per_token, memory
@@ -239,7 +240,7 @@ def test_a_token_meets_top_k_experts() -> None:
 def test_what_comes_back_is_what_calls_of_as_many_rows_send_back() -> None:
     case = mixture(checkpointing="full", accumulation=2, global_batch=8, dp_shard=2, ep=2)
     empty: dict[str, Any] = {"tokens": b"", "chosen": b"", "weights": b"", "counts": (), "values": Rows()}
-    rows = (sent_rows(case),)
+    rows = (case.sent_rows,)
     calls = [
         ExpertCall(step=1, fqn=f"layers.{layer}.moe", phase=phase, number=number, local_counts=rows, **empty)
         for number in range(case.train.accumulation)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.expect.transfer import Transfer
 from harness.expect.work import gemms
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Float8, Layout
+from harness.matrix.dims.dimension import Transfer
 from harness.matrix.models import MODELS, training
 from harness.plugins.predict.gains import ERROR_ELSEWHERE, ERROR_H100, conversions
 from harness.plugins.predict.machine import PEAKS, Machine, Rates, axis_bytes_s, machine, transfer_s

@@ -1,0 +1,42 @@
+"""Context parallelism: ranks share the positions of every sequence, and gather keys and values for attention.
+
+One rank gets the pieces of all ranks that share a sequence. Its modules with weights compute one after the other.
+"""
+
+from collections.abc import Iterator
+
+from harness.matrix.case import Case
+from harness.matrix.dims.dimension import Dimension, Transfer
+from harness.matrix.dims.pp import blocks_of
+from harness.matrix.layout import group_name, pieces_of_rank
+from harness.matrix.linears import local_features
+
+
+def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
+    """Context parallelism: every block gathers keys and values, and sums their gradients over the ranks that use them.
+
+    Recomputation gathers them again: `selective_op` saves no all-gather.
+    """
+    if case.layout.cp == 1:
+        return
+    blocks, axis = blocks_of(case, rank), group_name(case.layout, "cp")
+    elements = 2 * case.tokens_per_rank * local_features(case, "attention.wk")[1]
+    forwards = len(blocks) * case.forward_passes + sum(map(case.checkpointing.wraps, blocks))
+    yield Transfer(axis, "all_gather", case.train.dtype, elements, "keys and values of attention", times=forwards)
+    gathered = elements * case.layout.cp
+    purpose = "gradients of keys and values"
+    yield Transfer(axis, "reduce_scatter", case.train.dtype, gathered, purpose, op="sum", times=len(blocks))
+
+
+CP = Dimension(
+    name="cp",
+    of_microbatch=lambda of: _keys_and_values(of.case, of.rank),
+    excluded={
+        "cp_divides_shards": (("dp_shard", "cp"), lambda case: case.layout.dp_shard % case.layout.cp),
+        "sequence_divides_cp": (
+            ("seq_len", "cp", "sequence_order"),
+            lambda case: case.layout.cp > 1 and case.train.seq_len % (case.layout.cp * pieces_of_rank(case.layout)),
+        ),
+    },
+    alone=lambda case: {"cp": case.layout.cp, "sequence_order": case.layout.sequence_order},
+)

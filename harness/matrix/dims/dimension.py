@@ -1,0 +1,81 @@
+"""What every dimension states: a way to share the work of a run among ranks. Each has one file beside this one.
+
+The degree of a dimension is an axis (`layout.py`). Its file says what a rank then has of the model, what it sends for
+that, which cases are impossible, and what the one rank of a reference must repeat to stand for all. The rest of the
+harness adds up what dimensions state.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from harness.matrix.case import Case, ModelShape
+from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.upstream import NONE, Changes
+from harness.trace.counts import collective_words
+
+# The axes that the shape of the model follows from. A target that cuts the model itself is not bound by it.
+MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__, "experts")
+VOCABULARY_AXES = ("vocab_size", "pad_vocab_to_multiple_of")
+# By the name of the rule in `rules.toml`: the axes that it reads, and what is true, or not zero, where it applies.
+Excluded = Mapping[str, tuple[tuple[str, ...], Callable[[Case], int]]]
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """`times` collectives with an input of `elements` each on one rank; `purpose` says what is sent and why."""
+
+    axis: str
+    kind: str
+    dtype: str
+    elements: int
+    purpose: str
+    op: str = ""
+    times: int = 1
+    least: int | None = None  # a compiled run may send from this many up to twice `times`
+
+    @property
+    def words(self) -> str:
+        return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.times * self.elements * ITEM_BYTES[self.dtype]
+
+
+def repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
+    for term in terms:
+        least = None if term.least is None else term.least * times
+        yield msgspec.structs.replace(term, times=term.times * times, least=least)
+
+
+class Sender(NamedTuple):
+    """One rank in one step (1-based) of a case, with these changes of upstream."""
+
+    case: Case
+    rank: int
+    step: int = 2  # and every later one
+    changes: Changes = NONE
+
+
+Terms = Callable[[Sender], Iterable[Transfer]]
+
+
+def _nothing(_: Sender) -> Iterable[Transfer]:
+    return ()
+
+
+class Dimension(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to share work.
+
+    Of a step `of_microbatch` is sent for every microbatch, `of_reduction` wherever gradients are reduced, `of_step`
+    once. `alone`: values of axes that the single rank of a reference keeps, because it repeats what ranks of this
+    dimension do one after another; without, it computes at once what all of them do.
+    """
+
+    name: str
+    of_microbatch: Terms = _nothing
+    of_reduction: Terms = _nothing
+    of_step: Terms = _nothing
+    excluded: Excluded = {}
+    alone: Callable[[Case], Mapping[str, object]] = lambda _: {}

@@ -1,0 +1,77 @@
+"""Expert parallelism: ranks hold the experts of a block between them, and send tokens to those that hold theirs.
+
+One rank holds all experts, and computes the weight gradients of each for all data-parallel ranks that share it at once.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from harness.matrix.case import Case
+from harness.matrix.dims.dimension import Dimension, Transfer, repeated
+from harness.matrix.dims.pp import expert_layers_of
+from harness.matrix.layout import DP_AXES, group_name
+from harness.trace.counts import ExpertCall
+
+_COUNTS = "numbers of tokens of experts"
+
+
+def dispatched(case: Case, rank: int) -> Iterator[Transfer]:
+    """What a rank sends to the ranks that hold the experts of its tokens: rows, how many, and gradients of results.
+
+    What it sends back depends on how many came (`sent_back`).
+    """
+    model, layers = case.model, expert_layers_of(case, rank)
+    again = sum(case.checkpointing.wraps(layer) for layer in layers)
+    ep, calls = group_name(case.layout, "ep"), len(layers) * case.forward_passes + again
+    rows = case.sent_rows * model.shape.dim
+    yield Transfer(ep, "all_to_all", "int64", model.experts, _COUNTS, times=calls)
+    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
+    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
+
+
+def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
+    """What a rank sends back in these calls of its experts: results, and the gradients of tokens that it trained on."""
+    ep = group_name(case.layout, "ep")
+    if case.layout.ep == 1:
+        return
+    for call in calls:
+        rows = sum(call.local_counts) * case.model.shape.dim
+        times = 2 if call.phase == "forward" else 1
+        yield Transfer(ep, "all_to_all", case.train.dtype, rows, "results of experts", times=times)
+
+
+def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
+    """Yield what a rank sends back in a step where tokens are spread evenly."""
+    sent = [term for term in dispatched(case, rank) if term.purpose != _COUNTS]
+    if case.layout.ep > 1:
+        for term in repeated(sent, case.train.accumulation):
+            yield msgspec.structs.replace(term, purpose="results of experts, if tokens are spread evenly")
+
+
+def tokens_of_experts(case: Case, rank: int) -> Iterator[Transfer]:
+    """Yield the tokens of every expert in this step, of all ranks of its stage, by which the choice is balanced."""
+    for axis in (*DP_AXES, "tp"):
+        times = len(expert_layers_of(case, rank))
+        yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)
+
+
+def _ranks(case: Case) -> int:
+    """Return how many ranks share all weights of a block between them."""
+    return case.layout.dp_shard * case.layout.tp
+
+
+EP = Dimension(
+    name="ep",
+    of_microbatch=lambda of: dispatched(of.case, of.rank),
+    of_step=lambda of: tokens_of_experts(of.case, of.rank),
+    excluded={
+        "ep_divides_ranks": (
+            ("dp_shard", "tp", "ep", "experts"),
+            lambda case: case.model.experts and (case.layout.ep % case.layout.tp or _ranks(case) % case.layout.ep),
+        ),
+        "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep),
+    },
+    # data-parallel ranks that share experts
+    alone=lambda case: {"ep": max(1, case.layout.ep // case.layout.tp)},
+)
