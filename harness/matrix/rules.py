@@ -30,7 +30,7 @@ from harness.matrix.linears import (
     shard_sizes,
     stage_count,
 )
-from harness.matrix.recipes import OPERANDS
+from harness.matrix.recipes import OPERANDS, ROW
 from harness.matrix.selector import axes_read, parse_selector
 from harness.registry import is_llama, load, plugins
 
@@ -134,9 +134,8 @@ def _filters_a_block_linear(case: Case) -> bool:
 
 
 def _casts_disagree(case: Case) -> bool:
-    scaling = case.float8.traits.scaling
     matmuls = OPERANDS.values() if case.float8.casts else ()
-    return any(len({scaling[operand] == "dis" for operand in operands}) == 2 for operands in matmuls)
+    return any(len({case.float8.traits.casts[operand] is None for operand in operands}) == 2 for operands in matmuls)
 
 
 def _recomputes_unseen(case: Case) -> bool:
@@ -186,11 +185,13 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
     "casts_of_a_matmul_agree": (("casts", "recipe"), _casts_disagree),
     "casts_leave_float8": (
         ("casts", "recipe"),
-        lambda case: bool(case.float8.casts) and set(case.float8.traits.scaling.values()) == {"dis"},
+        lambda case: bool(case.float8.casts) and not any(case.float8.traits.casts.values()),
     ),
     "rows_have_power_of_two_scales": (
         ("casts", "recipe"),
-        lambda case: case.float8.recipe == "tensorwise" and "axs" in case.float8.traits.scaling.values(),
+        lambda case: any(
+            cast and cast.block == ROW and cast.rounding == "none" for cast in case.float8.traits.casts.values()
+        ),
     ),
     "dgrad_before_wgrad": (
         ("casts", "recipe"),
