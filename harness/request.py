@@ -31,7 +31,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     draws: tuple[int, ...]  # seeds of the errors: each is a training of its own
     float8_fqns: tuple[str, ...]  # linears with the errors of float8; all others have those of bfloat16
     grad_output_dtype: str  # float8 dtype of their gradients
-    saturates: bool = False  # scales of blocks are rounded down, which cuts the largest values of some
+    saturates: int = 0  # in blocks of so many values, whose scales are rounded down: that cuts the largest of some
 
 
 def noise_of(case: Case, draws: tuple[int, ...], float8_fqns: tuple[str, ...]) -> Noise:
@@ -41,7 +41,7 @@ def noise_of(case: Case, draws: tuple[int, ...], float8_fqns: tuple[str, ...]) -
         draws=draws,
         float8_fqns=float8_fqns,
         grad_output_dtype=traits.grad_output_dtype,
-        saturates=traits.rounds_scales_down,
+        saturates=traits.block if traits.rounds_scales_down else 0,
     )
 
 

@@ -150,7 +150,7 @@ def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float
     """
     if traits.rounds_scales_down:
         return lowest >= limit * 4 / 7 and highest < limit * 8 / 7
-    slack = 0.0 if traits.in_blocks else Limit("casts.next_to_power")
+    slack = 0.0 if traits.block else Limit("casts.next_to_power")
     return lowest / limit > 0.5 * (1 - slack) and highest / limit <= 1 + slack
 
 

@@ -112,8 +112,8 @@ def _parts(case: Case, device: str, parts: set[str], *, exact: bool) -> tuple[se
         return needed, parts - ({"scaled_mm"} if exact else set())
     if case.world_size > 1:
         needed |= _TRANSPORTS & parts or {"collectives"}
-    if case.float8.traits.in_blocks:
-        needed.add("mxfp8")
+    if case.float8.traits.kernel != "float8":
+        needed.add("casts")
     return needed, set() if exact else parts & {"scaled_mm"}
 
 

@@ -17,7 +17,7 @@ from harness.expect.expectations import CASTS, Expectations
 from harness.expect.model import CompiledCasts
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
-from harness.matrix.recipes import BLOCK, E5M2, FLOAT8_MAX
+from harness.matrix.recipes import E5M2, FLOAT8_MAX
 from harness.text import format_ranks
 from harness.trace import Run
 from harness.trace.graphs import GraphCast, GraphMatmul, UnknownCast
@@ -139,13 +139,17 @@ def _is_counted(cast: GraphCast, name: str) -> bool:
 def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
     if cast.target_dtype not in FLOAT8_MAX:
         yield RULES.target_dtype, " or ".join(FLOAT8_MAX), cast.target_dtype
-    if case.float8.traits.in_blocks:
-        *batch, columns = cast.shape or (1,)
-        rows = math.prod(batch)
-        shapes = (rows, columns // BLOCK), (columns, rows // BLOCK)
-        if cast.scale.shape not in (*shapes, (*batch, columns // BLOCK)):
-            yield RULES.scale_shape, f"{shapes[0]} or {shapes[1]}", str(cast.scale.shape)
-    elif not _scale_shape_fits(cast):
+    *batch, columns = cast.shape or (1,)
+    shapes = {
+        tuple(side // size for side, size in zip(sides, own.block, strict=True))
+        for own in filter(None, case.float8.traits.casts.values())
+        for sides in ((math.prod(batch), columns), (columns, math.prod(batch)))
+        if own.block[1]
+    }
+    *rows, blocks = cast.scale.shape or (1,)
+    if shapes and (math.prod(rows), blocks) not in shapes:
+        yield RULES.scale_shape, " or ".join(map(str, sorted(shapes))), str(cast.scale.shape)
+    elif not shapes and not _scale_shape_fits(cast):
         yield RULES.scale_shape, f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
     slack = _slack(case, cast)
     yield from (broken for broken in RULES.of_numbers(case, cast) if not (slack and broken[0] is RULES.saturated))
@@ -179,7 +183,7 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
             cast = group[min(group)]
             if len(group) != len(ranks):
                 yield _mismatch(min(group), cast, OTHER_CASTS, f"{len(ranks)} ranks", f"{len(group)}")
-            elif case.float8.traits.in_blocks:  # which no sharding divides
+            elif case.float8.traits.block:  # which no sharding divides
                 yield from _each_alone(case, group)
             elif math.prod(cast.scale.shape) == 1:
                 yield from _one_scale(case, rank, group)
@@ -197,7 +201,7 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
             sides = {"a": (matmul.a_scale, matmul.a_casts), "b": (matmul.b_scale, matmul.b_casts)}
             for side, (scale, orders) in sides.items():
                 known = [casts[trace.rank][matmul.step, order] for order in orders if matmul.step]
-                if case.float8.traits.in_blocks and matmul.step:  # the scales of blocks are the cast's, every one
+                if case.float8.traits.block and matmul.step:  # the scales of blocks are the cast's, every one
                     expected = str(known[0].scale) if known else "the scales of a cast in this step"
                     fits = scale.digest in {cast.scale.digest for cast in known}
                 else:

@@ -15,7 +15,7 @@ from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findin
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.numerics import has_plain_shards
-from harness.matrix.recipes import Operand
+from harness.matrix.recipes import TENSOR, Operand
 from harness.trace import RankTrace, Run
 from harness.trace.operands import Aged, CastRecord, MatmulRecord, Role, ScaleSummary
 from harness.verdict import Finding
@@ -131,8 +131,8 @@ def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey
     if key.phase == "forward" and case.train.evaluate:
         return key._replace(phase="evaluation"), occurrence
     operands: dict[Role, tuple[Operand, Operand]] = {"input": ("i", "i_gw"), "weight": ("w", "w_gi")}
-    scaling = [case.float8.traits.scaling.get(operand) for operand in operands.get(key.role, ())]
-    again = key.phase == "backward" and scaling == ["ten", "ten"]
+    blocks = [case.float8.traits.block_of(operand) for operand in operands.get(key.role, ())]
+    again = key.phase == "backward" and blocks == [TENSOR, TENSOR]
     return (key._replace(phase="forward") if again or key.phase == "recompute" else key), occurrence
 
 

@@ -71,7 +71,7 @@ MATMUL_DATA = _rule("matmul-data", "the matmul operand differs from the float8 d
 
 def _not_judged(expect: Expectations, device: str) -> str:
     on_plain_shards = has_plain_shards(expect.case)
-    if not on_plain_shards or expect.case.float8.traits.in_blocks:  # a block is whole in every shard
+    if not on_plain_shards or expect.case.float8.traits.block:  # a block is whole in every shard
         return ""
     return "modules get plain tensors under TP, which do not tell which part of an operand they are"
 
@@ -179,9 +179,9 @@ def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:
     dim = scaled_dim(cast)
     if dim is None:
         return (), (1,)
-    if cast.block:
-        rows, columns = cast.local_shape if dim else reversed(cast.local_shape)
-        return ((rows, columns // cast.block),)
+    if cast.block[1]:
+        lines = cast.local_shape if dim else cast.local_shape[::-1]
+        return (tuple(size // part for size, part in zip(lines, cast.block, strict=True)),)
     return (tuple(1 if axis == dim else size for axis, size in enumerate(cast.local_shape)),)
 
 
@@ -289,9 +289,9 @@ def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord
         yield MATMUL_SCALE, f"{expected}", str(scale)
     size = matmul.m * matmul.k if is_a else matmul.k * matmul.n
     whole = cast.elements == size and (
-        matmul.gemm in ("evaluation", "forward", "recompute") or (matmul.gemm == "dgrad" and is_a) or cast.block > 0
+        matmul.gemm in ("evaluation", "forward", "recompute") or (matmul.gemm == "dgrad" and is_a) or cast.block[1] > 0
     )
-    if cast.block and scale.digest != cast.scale.digest:
+    if cast.block[1] and scale.digest != cast.scale.digest:
         yield MATMUL_SCALES, cast.scale.digest, scale.digest
     if whole and cast.phase != "gathered" and digest != cast.data_digest:
         yield MATMUL_DATA, cast.data_digest, digest
@@ -302,7 +302,7 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
 
     Rowwise gradients run without fast accumulation, where torchao multiplies without scales and divides afterwards.
     """
-    if case.float8.traits.in_blocks:
+    if case.float8.traits.block:
         return scale.minimum, scale.maximum
     if matmul.gemm in ("dgrad", "wgrad") and case.float8.traits.scales_rows(matmul.gemm):
         return 1.0, 1.0

@@ -41,7 +41,7 @@ from harness.matrix.linears import (
     local_features,
     width_of_logits,
 )
-from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
+from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES, TENSOR
 from harness.matrix.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.registry import OF_DTENSOR, computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
@@ -226,11 +226,11 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
 
 def forward_maxima(case: Case, linears: Sequence[str]) -> int:
     """Casts with one scale in a forward of a block. Float8 TP styles cast inputs of attention and feed-forward once."""
-    scaling = case.float8.traits.scaling
-    weights = 0 if case.float8.fp8_all_gather or scaling.get("w") != "ten" else len(linears)
+    block_of = case.float8.traits.block_of
+    weights = 0 if case.float8.fp8_all_gather or block_of("w") != TENSOR else len(linears)
     if case.float8.tp_styles == "float8":
         return weights + 2 + sum(name in ROWWISE for name in BLOCK_LINEARS)
-    return weights + (len(linears) if scaling.get("i") == "ten" else 0)
+    return weights + (len(linears) if block_of("i") == TENSOR else 0)
 
 
 def converted_linears(case: Case, layer: int) -> list[str]:
@@ -281,7 +281,7 @@ def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
     ranks share a block of MXFP8, so they agree on none of its scales.
     """
     saved = gathered_scales(case, layer, step) if case.checkpointing.wraps(layer) else Counter[str]()
-    if case.layout.tp > 1 and not case.float8.traits.in_blocks:
+    if case.layout.tp > 1 and not case.float8.traits.block:
         saved["float32"] += sum(_early_scale(case, name, changes) for name in converted_linears(case, layer))
     return saved
 
@@ -296,7 +296,7 @@ def _early_scale(case: Case, name: str, changes: Changes) -> int:
     if case.float8.traits.one_scale_per_tensor:
         of_weight = SEPARATE_BACKWARD_CASTS in changes and not case.gathers_float8
         return int(name in ROWWISE and case.float8.tp_styles != "float8") + int(of_weight)
-    if case.float8.traits.one_scale_per_weight_in_dgrad:
+    if case.float8.traits.block_of("w_gi") == TENSOR:
         return 1
     return 0 if name in ROWWISE else linear_features(case, name)[0]
 

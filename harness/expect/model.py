@@ -23,7 +23,7 @@ from harness.matrix.linears import (
     is_recomputed,
     linear_name,
 )
-from harness.matrix.recipes import E4M3, E5M2, OPERANDS, Operand
+from harness.matrix.recipes import E4M3, E5M2, OPERANDS, TENSOR, Operand
 from harness.matrix.upstream import SEPARATE_BACKWARD_CASTS, Changes
 from harness.registry import is_llama
 from harness.trace.model import ModelRecord
@@ -265,7 +265,7 @@ def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite
         yield CastSite(fqn, "weight", "all_gather"), (form,)
         yield CastSite(fqn, "weight", "gathered"), (form,)  # read in every forward, and in backward
         return
-    forward, backward = (-1, 0) if case.float8.traits.in_blocks else (0, -1)  # Float8Linear casts the transposed weight
+    forward, backward = (0, -1) if case.float8.traits.kernel == "float8" else (-1, 0)  # it casts the transposed weight
     yield from _forwards(fqn, "weight", _forms(case, "w", forward, E4M3))
     yield CastSite(fqn, "weight", "backward"), _forms(case, "w_gi", backward, E4M3)
 
@@ -285,9 +285,8 @@ def _forwards(site: str, role: Role, forms: tuple[CastForm, ...]) -> Iterator[tu
 
 def _forms(case: Case, operand: Operand, dim: int, dtype: str) -> tuple[CastForm, ...]:
     """Return how an operand is cast that a matmul contracts along `dim`; () in high precision."""
-    scaling = case.float8.traits.scaling[operand]
-    form = CastForm(dim if scaling in ("axs", "blk") else None, case.train.dtype, dtype)
-    return () if scaling == "dis" else (form,)
+    block = case.float8.traits.block_of(operand)
+    return () if block is None else (CastForm(None if block == TENSOR else dim, case.train.dtype, dtype),)
 
 
 # Which ranks must share the scale of a cast, and which hold the same shard of its tensor
@@ -299,7 +298,7 @@ def scale_axes(case: Case, cast: CastRecord) -> Collection[str]:
     A weight is the same on every data-parallel rank, and one tensor for everything that multiplies it.
     """
     dim = scaled_dim(cast)
-    spanned = {"Replicate()"} if cast.block else {"Replicate()", f"Shard({dim})"}
+    spanned = {"Replicate()"} if cast.block[1] else {"Replicate()", f"Shard({dim})"}
     placed = zip(cast.mesh_axes, cast.placements, strict=True)
     axes = {axis for axis, placement in placed if dim is None or placement in spanned}
     if cast.role == "weight":

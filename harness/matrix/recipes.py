@@ -1,7 +1,8 @@
 """FP8: what each recipe does, and how a case is converted to float8.
 
-Rules and expectations use the properties of recipes instead of comparing their names. Sources, all of torchao 0.18:
-`Float8LinearConfig.from_recipe_name` and `Float8Linear`; `mx_mm` of `prototype/moe_training/mxfp8_linear.py`.
+A recipe is a table of casts: rules and expectations read its properties instead of comparing names. Sources, all of
+torchao 0.18: `Float8LinearConfig.from_recipe_name` and `Float8Linear`; `mx_mm` of
+`prototype/moe_training/mxfp8_linear.py`.
 """
 
 import functools
@@ -16,7 +17,7 @@ from harness.matrix.model import CaseStruct
 
 Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_floor", "mxfp8_with_gw_hp"]
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 FLOAT8_MAX = {E4M3: 448.0, E5M2: 57344.0}  # the largest finite value
 ITEM_BYTES = {E4M3: 1, E5M2: 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
@@ -24,9 +25,6 @@ MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 
 # The operands of matmuls in torchao's words: those of `output`, and of `grad_input` (gi) and `grad_weight` (gw).
 Operand = Literal["i", "i_gw", "w", "w_gi", "go", "go_gw"]
-# One scale for the tensor, one along its contracted dim, one for each 32 values along it, or high precision.
-Scaling = Literal["ten", "axs", "blk", "dis"]
-BLOCK = 32  # values along the contracted dim that share a scale in MXFP8
 GROUP_MULTIPLE = 8  # rows that a group of high precision is padded to: 16 bytes of bfloat16, as torch's kernel aligns
 MatmulRole = Literal["forward", "dgrad", "wgrad"]
 OPERANDS: Mapping[MatmulRole, tuple[Operand, Operand]] = {
@@ -43,104 +41,138 @@ OPERAND_FIELDS: Mapping[Operand, str] = {
     "go": "cast_config_grad_output",
     "go_gw": "cast_config_grad_output_for_grad_weight",
 }
+Block = tuple[int, int]  # rows, and values along the contracted dim, that share a scale; 0: all of them
+TENSOR, ROW, MX, SLICE, SQUARE = (0, 0), (1, 0), (1, 32), (1, 128), (128, 128)
+# What a case may change of a cast, in torchao's words.
+_BLOCKS: Mapping[str, Block | None] = {"ten": TENSOR, "axs": ROW, "dis": None}
 _DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 
 
-class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of one recipe, or of one with other casts. `scaling`: of every operand; empty without float8."""
+class Cast(msgspec.Struct, frozen=True, kw_only=True):
+    """How an operand is cast. The layout of its scales is that of the matmul for such a block (`scaled_rules`).
 
-    scaling: Mapping[Operand, Scaling] = {}
-    power_of_two_scales: bool = False
-    rounds_scales_down: bool = False  # of a block: the power of two below amax / 256, so values above 448 saturate
-    grad_output_dtype: str = E4M3
+    `rounding` of a scale to a power of two: the largest with which no value saturates, or for `floor` the one below
+    amax / 256, with which values above 448 do.
+    """
+
+    block: Block = TENSOR
+    dtype: str = E4M3
+    scale_dtype: str = "float32"
+    rounding: Literal["none", "power", "floor"] = "none"
+
+
+class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The properties of one recipe, or of one with other casts.
+
+    `casts`: of every operand, None where it stays in high precision; empty without float8. `kernel`: what of torchao
+    casts and multiplies, `Float8Linear`, `mx_mm`.
+    """
+
+    casts: Mapping[Operand, Cast | None] = {}
+    kernel: Literal["float8", "mx"] = "float8"
     gathers_weights_in_float8: bool = False  # supports FSDP2's float8 all-gather
     has_tp_styles: bool = False  # supports Float8ColwiseParallel and the other float8 TP styles
 
-    @property
+    @functools.cached_property
     def converts(self) -> bool:
-        return bool(self.scaling)
+        return bool(self.casts)
+
+    def _of(self, operands: Iterable[Operand] = get_args(Operand)) -> list[Cast]:
+        return [cast for operand in operands if (cast := self.casts.get(operand))]
 
     def multiplies(self, matmul: MatmulRole) -> bool:
         """Return True if this matmul of a converted linear has float8 operands; else it stays in high precision."""
-        return any(self.scaling.get(operand, "dis") != "dis" for operand in OPERANDS[matmul])
+        return bool(self._of(OPERANDS[matmul]))
+
+    def block_of(self, operand: Operand) -> Block | None:
+        """Return which values share a scale; None in high precision."""
+        cast = self.casts.get(operand)
+        return cast.block if cast else None
 
     def scales_rows(self, matmul: MatmulRole) -> bool:
-        return any(self.scaling.get(operand) == "axs" for operand in OPERANDS[matmul])
+        return any(cast.block == ROW for cast in self._of(OPERANDS[matmul]))
 
-    @property
+    @functools.cached_property
     def one_scale_per_tensor(self) -> bool:
         """Return True if every cast has one scale; otherwise some have one for every row that a matmul contracts."""
-        return self.converts and set(self.scaling.values()) <= {"ten", "dis"}
+        return self.converts and all(cast.block == TENSOR for cast in self._of())
 
-    @property
-    def in_blocks(self) -> bool:
-        """Return True for MXFP8: 32 values along the contracted dim share a scale."""
-        return "blk" in self.scaling.values()
+    @functools.cached_property
+    def block(self) -> int:
+        """Return how many values along the contracted dim share a scale, whatever the size of the dim; 0: all do."""
+        return max((cast.block[1] for cast in self._of()), default=0)
 
-    @property
+    @functools.cached_property
+    def power_of_two_scales(self) -> bool:
+        return any(cast.rounding != "none" for cast in self._of())
+
+    @functools.cached_property
+    def rounds_scales_down(self) -> bool:
+        return any(cast.rounding == "floor" for cast in self._of())
+
+    @functools.cached_property
+    def grad_output_dtype(self) -> str:
+        return next((cast.dtype for cast in self._of(("go", "go_gw"))), E4M3)
+
+    @functools.cached_property
     def scale_dtype(self) -> str:
-        return "float8_e8m0fnu" if self.in_blocks else "float32"
+        return next((cast.scale_dtype for cast in self._of()), "float32")
 
-    @property
+    @functools.cached_property
     def multiple(self) -> int:
         """Return what every dimension of a scaled matmul must be a multiple of."""
-        return BLOCK if self.in_blocks else 16
+        return max(16, self.block)
 
-    @property
+    @functools.cached_property
     def group_multiple(self) -> int:
         """What the tokens of an expert are padded to a multiple of: the tile of the grouped matmul, or of its casts."""
-        return 128 if self.in_blocks else 16
+        return 128 if self.block else 16
 
-    @property
-    def one_scale_per_weight_in_dgrad(self) -> bool:
-        return self.scaling.get("w_gi") == "ten"
-
-    @property
+    @functools.cached_property
     def writes_bfloat16(self) -> bool:
         """True if matmuls write bfloat16 whatever the dtype of activations: those that scale rows or blocks do."""
-        return bool({"axs", "blk"} & set(self.scaling.values()))
+        return any(cast.block != TENSOR for cast in self._of())
 
-    def with_casts(self, casts: Iterable[str]) -> Self:
+    def with_casts(self, settings: Iterable[str]) -> Self:
         """Return these traits with other casts of some operands, each `OPERAND:SETTING`."""
-        scaling, dtype = dict(self.scaling), self.grad_output_dtype
-        for cast in casts:
-            operand, _, setting = cast.partition(":")
-            if setting in _DTYPES:
-                dtype = _DTYPES[setting]
-            else:
-                scaling[msgspec.convert(operand, Operand)] = msgspec.convert(setting, Scaling)
-        return msgspec.structs.replace(self, scaling=scaling, grad_output_dtype=dtype)
+        casts, own = dict(self.casts), next(iter(self._of()), Cast())
+        dtype = self.grad_output_dtype
+        for operand, _, setting in (word.partition(":") for word in settings):
+            block = _BLOCKS.get(setting)
+            dtype = _DTYPES.get(setting, dtype)
+            if setting in _BLOCKS:
+                named = msgspec.convert(operand, Operand)
+                casts[named] = block and msgspec.structs.replace(own, block=block, dtype=E4M3)
+        for gradient in ("go", "go_gw"):
+            if cast := casts.get(gradient):
+                casts[gradient] = msgspec.structs.replace(cast, dtype=dtype)
+        return msgspec.structs.replace(self, casts=casts)
 
 
-def _scaled(scaling: Scaling, **others: Scaling) -> dict[Operand, Scaling]:
-    operands: tuple[Operand, ...] = get_args(Operand)
-    return {operand: others.get(operand, scaling) for operand in operands}
+def _casts(cast: Cast, **others: Cast | None) -> dict[Operand, Cast | None]:
+    return {operand: others.get(operand, cast) for operand in get_args(Operand)}
 
 
+_E5M2 = Cast(dtype=E5M2)
+_ROWS = Cast(block=ROW, rounding="power")
+_MX = Cast(block=MX, scale_dtype=E8M0, rounding="power")
 TRAITS: dict[Recipe, RecipeTraits] = {
     "bf16": RecipeTraits(),
     "tensorwise": RecipeTraits(
-        scaling=_scaled("ten"), grad_output_dtype=E5M2, gathers_weights_in_float8=True, has_tp_styles=True
+        casts=_casts(Cast(), go=_E5M2, go_gw=_E5M2), gathers_weights_in_float8=True, has_tp_styles=True
     ),
-    "rowwise": RecipeTraits(scaling=_scaled("axs"), power_of_two_scales=True),
-    "rowwise_with_gw_hp": RecipeTraits(
-        scaling=_scaled("axs", w_gi="ten", i_gw="dis", go_gw="dis"), power_of_two_scales=True
-    ),
-    "mxfp8": RecipeTraits(scaling=_scaled("blk"), power_of_two_scales=True),
-    "mxfp8_floor": RecipeTraits(scaling=_scaled("blk"), power_of_two_scales=True, rounds_scales_down=True),
-    "mxfp8_with_gw_hp": RecipeTraits(scaling=_scaled("blk", i_gw="dis", go_gw="dis"), power_of_two_scales=True),
+    "rowwise": RecipeTraits(casts=_casts(_ROWS)),
+    "rowwise_with_gw_hp": RecipeTraits(casts=_casts(_ROWS, w_gi=Cast(rounding="power"), i_gw=None, go_gw=None)),
+    "mxfp8": RecipeTraits(casts=_casts(_MX), kernel="mx"),
+    "mxfp8_floor": RecipeTraits(casts=_casts(msgspec.structs.replace(_MX, rounding="floor")), kernel="mx"),
+    "mxfp8_with_gw_hp": RecipeTraits(casts=_casts(_MX, i_gw=None, go_gw=None), kernel="mx"),
 }
 
 
-def block_recipe(*, rounds_scales_down: bool, wgrad: bool) -> Recipe | None:
+def mx_recipe(*, rounds_scales_down: bool, wgrad: bool) -> Recipe | None:
     """Return the MXFP8 recipe with this rounding of scales, with weight gradients in MXFP8 or in high precision."""
-    wanted = (rounds_scales_down, wgrad)
-    recipes = (
-        recipe
-        for recipe, traits in TRAITS.items()
-        if traits.in_blocks and (traits.rounds_scales_down, traits.multiplies("wgrad")) == wanted
-    )
-    return next(recipes, None)
+    tables = {(of.kernel, of.rounds_scales_down, of.multiplies("wgrad")): recipe for recipe, of in TRAITS.items()}
+    return tables.get(("mx", rounds_scales_down, wgrad))
 
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_.]+$")]

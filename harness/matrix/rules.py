@@ -23,7 +23,7 @@ from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import MODEL_AXES, VOCABULARY_AXES
 from harness.matrix.layout import DP_AXES, MESH_AXES
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns
-from harness.matrix.recipes import OPERANDS
+from harness.matrix.recipes import OPERANDS, ROW
 from harness.matrix.selector import axes_read, parse_selector
 from harness.registry import is_llama, load, plugins
 
@@ -125,9 +125,8 @@ def _filters_a_block_linear(case: Case) -> bool:
 
 
 def _casts_disagree(case: Case) -> bool:
-    scaling = case.float8.traits.scaling
     matmuls = OPERANDS.values() if case.float8.casts else ()
-    return any(len({scaling[operand] == "dis" for operand in operands}) == 2 for operands in matmuls)
+    return any(len({case.float8.traits.casts[operand] is None for operand in operands}) == 2 for operands in matmuls)
 
 
 def _recomputes_unseen(case: Case) -> bool:
@@ -149,11 +148,13 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], int]]] = {
     "casts_of_a_matmul_agree": (("casts", "recipe"), _casts_disagree),
     "casts_leave_float8": (
         ("casts", "recipe"),
-        lambda case: bool(case.float8.casts) and set(case.float8.traits.scaling.values()) == {"dis"},
+        lambda case: bool(case.float8.casts) and not any(case.float8.traits.casts.values()),
     ),
     "rows_have_power_of_two_scales": (
         ("casts", "recipe"),
-        lambda case: case.float8.recipe == "tensorwise" and "axs" in case.float8.traits.scaling.values(),
+        lambda case: any(
+            cast and cast.block == ROW and cast.rounding == "none" for cast in case.float8.traits.casts.values()
+        ),
     ),
     "dgrad_before_wgrad": (
         ("casts", "recipe"),

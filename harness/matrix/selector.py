@@ -27,7 +27,7 @@ _TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
 DERIVED: dict[str, Callable[[Case], int]] = {
     "world_size": lambda case: case.world_size,
     "local_batch": lambda case: case.local_batch,
-    "mxfp8": lambda case: int(TRAITS[case.float8.recipe].in_blocks),
+    "block": lambda case: TRAITS[case.float8.recipe].block,
 }
 _READERS: dict[str, Callable[[Case], object]] = {
     **{name: operator.attrgetter(".".join(path)) for name, path in AXES.items()},
@@ -67,7 +67,7 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     **{name: axis.needs for name, axis in DECLARED.items()},
     "world_size": MESH_AXES,
     "local_batch": ("global_batch", *DP_AXES, "cp"),
-    "mxfp8": ("recipe",),
+    "block": ("recipe",),
 }
 
 

@@ -78,7 +78,7 @@ class CastRecord(CastStatistics, frozen=True, kw_only=True):
     mesh_axes: tuple[str, ...]  # names of the mesh axes, in the order of `placements`
     source_dtype: str  # "float32", "bfloat16"
     axiswise_dim: int | None  # None: one scale for the tensor
-    block: int = 0  # values along that dim that share a scale; 0: all of them
+    block: tuple[int, int] = (0, 0)  # rows, and values along that dim, that share a scale; 0: all of them
     extreme_blocks: tuple[int, ...] = ()  # which have the smallest and the largest amax * scale, in the order of scales
     flushed: int  # elements that are not zero and became zero; in float64 without those that are its rounding
     largest: float | None = None  # largest value with its sign, where one scale spans the tensor

@@ -56,7 +56,7 @@ OF_THE_REFERENCE = {
     "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled momentum_in_bfloat16_on_one_rank",
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
-    "MXFP8": " ".join(planted_in(lambda host: TRAITS[host.float8.recipe].in_blocks)),
+    "MXFP8": " ".join(planted_in(lambda host: TRAITS[host.float8.recipe].block)),
     "experts": " ".join(planted_in(lambda host: host.model.experts > 0)),
     "pipelines": " ".join(planted_in(lambda host: host.layout.pp > 1)),
     "context parallelism": " ".join(planted_in(lambda host: host.layout.cp > 1)),

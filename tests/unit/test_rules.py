@@ -232,10 +232,9 @@ def test_every_recipe_has_its_facts() -> None:
     ("fact", "recipes"),
     [
         ("converts", {"tensorwise", "rowwise", "rowwise_with_gw_hp", *MXFP8}),
-        ("in_blocks", MXFP8),
+        ("block", MXFP8),
         ("rounds_scales_down", {"mxfp8_floor"}),
         ("one_scale_per_tensor", {"tensorwise"}),
-        ("one_scale_per_weight_in_dgrad", {"tensorwise", "rowwise_with_gw_hp"}),
         ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp", *MXFP8}),
         ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp", *MXFP8}),
         ("gathers_weights_in_float8", {"tensorwise"}),

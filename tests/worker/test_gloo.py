@@ -51,7 +51,7 @@ def timeless(run: Run) -> list[RankTrace]:
 def test_groups_of_two_have_every_bit_and_record_of_the_shared_fabric(trained, text: str):
     case = parse_case_id(text)
     shared, gloo = (trained(case, probes=probes_for(case), backend=backend) for backend in ("shared", "gloo"))
-    rest = ("mxfp8", "scaled_mm") if case.compile == "none" else ("mxfp8", "scaled_mm", "symm_mem")
+    rest = ("casts", "scaled_mm") if case.compile == "none" else ("casts", "scaled_mm", "symm_mem")
     assert {trace.virtual for trace in shared.traces} == {("collectives", *rest)}
     assert {trace.virtual for trace in gloo.traces} == {("gloo", *rest)}
     assert timeless(gloo) == timeless(shared)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import MX
 from harness.worker.probes.cast_numbers import SMALLEST_BLOCK, Cast, CastNumbers, measure_cast
 from harness.worker.virtual import device, mxfp8
 from harness.worker.virtual.mxfp8 import pretended_gpu
@@ -53,12 +53,12 @@ print(torch._dynamo.utils.has_triton(), has_triton_package())
 @st.composite
 def sources(draw: st.DrawFn) -> torch.Tensor:
     """bfloat16 of any magnitude, in which some blocks are of one extreme and others have one."""
-    rows, columns = (BLOCK * draw(st.integers(1, 3)) for _ in range(2))
+    rows, columns = (MX[1] * draw(st.integers(1, 3)) for _ in range(2))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     source = torch.randn(rows, columns, generator=generator) * 2.0 ** draw(st.integers(-130, 120))
     for value in draw(st.lists(st.sampled_from(EXTREMES), max_size=3)):
         row, column = draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))
-        size = draw(st.sampled_from((1, BLOCK)))
+        size = draw(st.sampled_from((1, MX[1])))
         source[row : row + size, column : column + size] = value
     return source.bfloat16()
 
@@ -68,7 +68,7 @@ def cast(source: torch.Tensor, mode: str, dim: int) -> tuple[torch.Tensor, torch
     from torchao.prototype.mx_formats import kernels
 
     if dim == -1:
-        data, scale = kernels.triton_to_mxfp8_dim0(source, BLOCK, mode)
+        data, scale = kernels.triton_to_mxfp8_dim0(source, MX[1], mode)
     else:
         _, data, _, scale = kernels.mxfp8_quantize_cuda(source, rowwise=False, colwise=True, scaling_mode=mode)
     return data, scale
@@ -87,7 +87,7 @@ def test_a_cast_has_the_bits_of_the_reference(mode, dim, source):
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
     along = source if dim == -1 else source.t().contiguous()
-    expected_scale, expected = to_mx(along, E4M3, BLOCK, ScaleCalculationMode(mode))
+    expected_scale, expected = to_mx(along, E4M3, MX[1], ScaleCalculationMode(mode))
     data, scale = cast(source, mode, dim)
     assert data.stride() == ((source.shape[1], 1) if dim == -1 else (1, source.shape[0]))
     assert as_bytes(data if dim == -1 else data.t()) == as_bytes(expected)
@@ -98,7 +98,7 @@ def test_a_cast_has_the_bits_of_the_reference(mode, dim, source):
 @given(source=sources())
 def test_a_scale_is_the_power_of_two_of_its_block(mode, source):
     _, scale = cast(source, mode, -1)
-    amaxes = source.double().reshape(-1, BLOCK).abs().amax(1).tolist()
+    amaxes = source.double().reshape(-1, MX[1]).abs().amax(1).tolist()
     for amax, block_scale in zip(amaxes, scale.double().flatten().tolist(), strict=True):
         if SMALLEST_BLOCK <= amax < math.inf:
             product = amax / block_scale
@@ -116,13 +116,13 @@ def test_the_matmul_is_the_exact_sum_of_integers(m, blocks, n, seed):
     generator = torch.Generator().manual_seed(seed)
 
     def operand(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        bits = torch.randint(0, 127, (rows, BLOCK * blocks), generator=generator, dtype=torch.uint8)
+        bits = torch.randint(0, 127, (rows, MX[1] * blocks), generator=generator, dtype=torch.uint8)
         bits |= torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.uint8) << 7
         scale = torch.randint(125, 130, (rows, blocks), generator=generator, dtype=torch.uint8)
         return bits.view(E4M3), scale.view(E8M0)
 
     def integers(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (data.double() * 2**9).long() * (scale.double() * 4).long().repeat_interleave(BLOCK, -1)
+        return (data.double() * 2**9).long() * (scale.double() * 4).long().repeat_interleave(MX[1], -1)
 
     (a, a_scale), (b, b_scale) = operand(m), operand(n)
     expected = integers(a, a_scale) @ integers(b, b_scale).t()
@@ -146,7 +146,7 @@ def test_scales_are_found_where_torchao_puts_them(rows, blocks):
 def measured(source: torch.Tensor, mode: str, dim: int, *, scale_by: float = 1.0) -> CastNumbers:
     data, scale = cast(source, mode, dim)
     scale = (scale.float() * scale_by).to(E8M0)
-    return measure_cast(Cast(source, data, scale, dim, BLOCK, mode == "floor"))
+    return measure_cast(Cast(source, data, scale, dim, MX, mode == "floor"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -170,7 +170,7 @@ def test_no_right_cast_is_wrong(mode, dim, source):
 @pytest.mark.parametrize("exponent", [-110, -60, 0, 40])
 def test_a_wrong_scale_of_one_small_block_shows(mode, factor, exponent):
     """Values below 1e-12 have scales too: that is where float8 with one scale clamps its amax."""
-    source = (torch.randn(BLOCK, BLOCK, generator=torch.Generator().manual_seed(1)) * 2.0**exponent).bfloat16()
+    source = (torch.randn(MX[1], MX[1], generator=torch.Generator().manual_seed(1)) * 2.0**exponent).bfloat16()
     right, wrong = measured(source, mode, -1), measured(source, mode, -1, scale_by=factor)
     assert wrong.mismatched > 0
     assert wrong.scaled_amax_maximum == right.scaled_amax_maximum / factor

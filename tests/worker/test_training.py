@@ -64,7 +64,7 @@ def test_tensor_parallel_computes_what_one_rank_computes(traces, layout, recipe)
 def test_a_trace_has_the_names_of_all_that_was_put_into_torch(traces):
     (trace,) = traces()
     hooks = {f"hooks of {name}" for name in ("collectives", "matmuls", "products")}
-    assert {"collectives", "mxfp8", "scaled_mm"} <= set(trace.virtual) < set(trace.installed) >= hooks
+    assert {"casts", "collectives", "scaled_mm"} <= set(trace.virtual) < set(trace.installed) >= hooks
     assert len(set(trace.installed)) == len(trace.installed)
 
 

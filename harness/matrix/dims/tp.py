@@ -28,7 +28,7 @@ from harness.matrix.linears import (
     linear_features,
     shard_sizes,
 )
-from harness.matrix.recipes import Operand
+from harness.matrix.recipes import ROW, TENSOR, Block, Operand
 from harness.matrix.upstream import GRADIENTS_IN_REDUCE_DTYPE, Changes
 from harness.trace.graphs import Collective, Phase
 
@@ -133,12 +133,11 @@ def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[
     )
     casts: Counter[tuple[str, int]] = Counter()  # by tensor and size of the amax
     for operand, tensor, sharded, rows, times in sites:
-        casts[tensor, {"ten": int(sharded), "axs": rows, "blk": 0, "dis": 0}[case.float8.traits.scaling[operand]]] += (
-            times
-        )
-    for (tensor, elements), times in casts.items():
-        if elements and times:
-            yield _amax(elements, times, f"{tensor} of {fqn}")
+        elements: dict[Block | None, int] = {TENSOR: int(sharded), ROW: rows}
+        casts[tensor, elements.get(case.float8.traits.block_of(operand), 0)] += times
+    for (tensor, size), times in casts.items():
+        if size and times:
+            yield _amax(size, times, f"{tensor} of {fqn}")
     if rowwise and styled and case.layout.sequence_parallel:
         yield _amax(1, 1, f"grad_output of {fqn}, before it is gathered")
 

@@ -9,7 +9,7 @@ from harness.matrix.axes import case_from_axes, checked_value
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.layout import DP_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
-from harness.matrix.recipes import TRAITS, block_recipe
+from harness.matrix.recipes import TRAITS, mx_recipe
 from harness.matrix.rules import exclusions
 from harness.plugins.bugs.reading import ROUNDED, Resolved, Statement
 from harness.plugins.bugs.report import clean_words
@@ -218,13 +218,13 @@ class Draft:
         question = f"{shown(self.value_of('recipe'))} is no recipe here: which is meant?"
         only = f"{words(gathers)}: the only recipe that gathers in float8"
         is_unknown = "recipe" in facts and facts["recipe"].value not in TRAITS
-        in_blocks = ".mx" in converters or converters == "mx"
+        is_mx = ".mx" in converters or converters == "mx"
         rules: Sequence[tuple[bool, Callable[[], object]]] = (
             (off, lambda: self.put("recipe", "bf16", self.stated, words("float8"))),
             ("mxfp8" in facts and "recipe" not in facts, lambda: self._mxfp8(facts["mxfp8"])),
             (is_unknown, lambda: self.ask("recipe", "tensorwise", question)),
             ("recipe" in facts, lambda: self.take("recipe")),
-            (in_blocks, lambda: self.put("recipe", "mxfp8", self.derived, words("converters"))),
+            (is_mx, lambda: self.put("recipe", "mxfp8", self.derived, words("converters"))),
             (gathers != "", lambda: self.put("recipe", "tensorwise", self.derived, only)),
             ("float8" in facts or "float8" in self.file or "float8" in converters, self._unnamed_recipe),
             (True, lambda: self.put("recipe", "bf16", self.assumed, "nothing in it asks for FP8")),
@@ -260,9 +260,9 @@ class Draft:
         conversion, _, rest = str(block.value).partition("_")
         floor = mode is not None and "floor" in str(mode.value).lower()
         in_high = bool(rest) or (high is not None and high.value is True)
-        recipe = block_recipe(rounds_scales_down=floor, wgrad=not in_high)
+        recipe = mx_recipe(rounds_scales_down=floor, wgrad=not in_high)
         words = "; ".join(dict.fromkeys(statement.words for statement in (block, mode, high) if statement is not None))
-        self.put("recipe", recipe or block_recipe(rounds_scales_down=floor, wgrad=True), self.stated, words)
+        self.put("recipe", recipe or mx_recipe(rounds_scales_down=floor, wgrad=True), self.stated, words)
         if recipe is None:
             self.missing["recipe"] = "no case has FLOOR with weight gradients in high precision: which of both was run?"
         if conversion != "module":

@@ -176,7 +176,7 @@ def exported_case(case: Case) -> Case:
     if case.target != REFERENCE:
         what = f"target {case.target} cannot be exported: a script has the reference Llama."
         raise HarnessError(what, fix="export the case without its target, if it fails there too.")
-    if case.float8.traits.in_blocks:
+    if case.float8.traits.block:
         what = (
             "MXFP8 cannot be exported: a script has no casts of blocks, whose operators torchao has on SM 10.0 alone."
         )

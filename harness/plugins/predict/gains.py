@@ -23,7 +23,7 @@ from harness.expect.work import Gemm, gemms
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name
-from harness.matrix.recipes import MatmulRole, Recipe, block_recipe
+from harness.matrix.recipes import MatmulRole, Recipe, mx_recipe
 from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.conditions import Conditions, ConditionsMonitor
@@ -159,7 +159,7 @@ def variants(case: Case, device: Peak) -> dict[str, Case]:
         settings[f"rowwise, {names} in BF16"] = replace(rowwise, filter_fqns=(*rowwise.filter_fqns, *small))
     settings["rowwise_with_gw_hp"] = replace(base, recipe="rowwise_with_gw_hp")
     for wgrad in (True, False) if device.mxfp8 else ():
-        if recipe := block_recipe(rounds_scales_down=False, wgrad=wgrad):
+        if recipe := mx_recipe(rounds_scales_down=False, wgrad=wgrad):
             settings[recipe] = replace(base, recipe=recipe, pad_inner_dim=False)
     return {name: replace(case, float8=float8) for name, float8 in settings.items()}
 
@@ -175,7 +175,7 @@ def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
 
 def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine) -> Variant:
     """Return the predicted gain of a way to train."""
-    judged = replace(case, compile="none") if case.float8.traits.in_blocks else case  # no CPU generates its casts
+    judged = replace(case, compile="none") if case.float8.traits.block else case  # no CPU generates its casts
     in_bf16 = exclusions(replace(judged, float8=Float8()))  # rules that are about the harness, not about FP8
     rule = next((rule for rule in exclusions(judged) if rule not in in_bf16), expected_refusal(case))
     if rule is not None:

@@ -18,6 +18,7 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.dims.dimension import Transfer
 from harness.matrix.layout import EXPERT_AXES, MESH_AXES, SEQUENCE_AXES, mesh_with
+from harness.matrix.recipes import E8M0
 from harness.registry import is_llama
 from harness.trace.counts import FLOAT8
 
@@ -150,7 +151,7 @@ def require_formulas(case: Case) -> None:
 
 def require_multiplies(machine: Machine, case: Case) -> None:
     """Raise HarnessError for a case in MXFP8 on a machine without its matmuls."""
-    if case.float8.traits.in_blocks and not machine.peak.mxfp8:
+    if case.float8.traits.scale_dtype == E8M0 and not machine.peak.mxfp8:
         known = ", ".join(device.name for device in PEAKS if device.mxfp8)
         what = f"{machine.peak.name} has no matmuls in MXFP8, which SM 10.0 has."
         raise HarnessError(what, where="--machine", fix=f"give --machine {known}.")

@@ -33,7 +33,7 @@ from harness.matrix.linears import (
     local_features,
     parameter_count,
 )
-from harness.matrix.recipes import BLOCK, ITEM_BYTES, Operand, Recipe
+from harness.matrix.recipes import ITEM_BYTES, MX, ROW, TENSOR, Operand, Recipe
 from harness.plugins.predict.machine import Machine, transfer_s
 from harness.trace.counts import FLOAT8
 
@@ -45,7 +45,7 @@ _DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
 _ROW_PASSES = 16  # of every row of an expert: gathered, copied, padded, weighed, summed, and all of it in backward
 _LOSS_BYTES = 20  # of every logit
 _READ, _WRITE = 2, 1  # bytes of an element: bfloat16, float8
-_IN_BLOCKS = (_READ + _WRITE) * BLOCK + 3  # of a block of MXFP8, whose scale is written, read and written again
+_IN_BLOCKS = (_READ + _WRITE) * MX[1] + 3  # of a block of MXFP8, whose scale is written, read and written again
 # The operators of an eager cast in torchao 0.18: abs, max, to float32, mul, clamp, to float8.
 _EAGER_BYTES = (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
 # What a converted linear launches more than one in BF16, forward and backward, counted with torch 2.13, torchao 0.18.
@@ -263,10 +263,9 @@ def _of_matmuls(case: Case, fqn: str, tokens: int, features: tuple[int, int], *,
         ("go_gw", tokens * outputs * backwards),
     )
     for operand, elements in sites:
-        if case.float8.traits.scaling[operand] != "dis":
+        if block := case.float8.traits.block_of(operand):
             own = elements // _readers(case, fqn, operand)
-            in_blocks = case.float8.traits.scaling[operand] == "blk"
-            moved = {"block_bytes": _IN_BLOCKS * own // BLOCK} if in_blocks else _moved(case, fqn, operand, own)
+            moved = {"block_bytes": _IN_BLOCKS * own // MX[1]} if block[1] else _moved(case, fqn, operand, own)
             yield Cast(fqn=fqn, operand=operand, **moved)
 
 
@@ -276,7 +275,7 @@ def _readers(case: Case, fqn: str, operand: Operand) -> int:
     Casts with a scale for each row are counted for every linear: so predictions fit what was published, also of what
     leaving wk and wv in BF16 gains.
     """
-    merged = case.compile != "none" and case.float8.traits.scaling[operand] == "ten"
+    merged = case.compile != "none" and case.float8.traits.block_of(operand) == TENSOR
     return _with_the_same_input(case, fqn) if merged and operand in ("i", "i_gw") else 1
 
 
@@ -299,7 +298,7 @@ def _shards(case: Case, fqn: str, operand: Operand) -> int:
 
 def _moved(case: Case, fqn: str, operand: Operand, elements: int) -> dict[str, int]:
     """Return the bytes of a `Cast` of so many elements, by field."""
-    rows, other_axis = case.float8.traits.scaling[operand] == "axs", operand in _OTHER_AXIS
+    rows, other_axis = case.float8.traits.block_of(operand) == ROW, operand in _OTHER_AXIS
     if shards := _shards(case, fqn, operand):
         if other_axis:  # a transposed copy of what was gathered in float8
             return {"transposed_bytes": 2 * _WRITE * elements}

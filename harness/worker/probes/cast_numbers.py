@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # torch does not list it as exported
 
+from harness.matrix.recipes import TENSOR, Block
 from harness.trace.operands import ScaleSummary
 from harness.worker.tensors.digests import bytes_of, fingerprint, is_transposed, on_host
 from harness.worker.tensors.names import dtype_name
@@ -112,7 +113,7 @@ class Cast(NamedTuple):
     bits: torch.Tensor
     scale: torch.Tensor
     axiswise_dim: int | None  # None: one scale for the tensor
-    block: int = 0  # values along that dim that share a scale, which is then the inverse; 0: all
+    block: Block = TENSOR  # its length along that dim; where that is not all of it, the scale is the inverse
     rounds_down: bool = False  # the scales of blocks
 
 
@@ -126,7 +127,7 @@ class HostCast(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     transposed: bool  # the content is in the order of the transposed bits
-    block: int
+    block: Block
     rounds_down: bool
 
 
@@ -173,8 +174,11 @@ def measure(cast: HostCast) -> CastNumbers:
     """Hold the bits against what the source times the scale casts to."""
     scale = cast.scale.tensor()
     widened = cast.source.to(torch.float32)
-    if cast.block:
-        products, scale = _block_products(widened, scale, cast), _spread(scale, cast)
+    if cast.block[1]:
+        blocks = _blocks(widened, cast)
+        factors = _factors(scale, cast)
+        column, scale = factors.reshape(-1, 1), _spread(factors, cast)
+        products = _row_products(blocks, column, -1, SMALLEST_BLOCK)._replace(places=_extremes(blocks, column))
     else:
         products = _products(cast.source if cast.source.dtype == torch.float64 else widened, scale, cast.axiswise_dim)
     limit = torch.finfo(cast.dtype).max
@@ -234,10 +238,10 @@ def _factors(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
     return (factors.nan_to_num(0.0) if cast.rounds_down else factors).float()
 
 
-def _block_products(source: torch.Tensor, scale: torch.Tensor, cast: HostCast) -> _Products:
-    blocks = (source if cast.axiswise_dim == -1 else source.t()).reshape(-1, cast.block)
-    factors = _factors(scale, cast).reshape(-1, 1)
-    return _row_products(blocks, factors, -1, SMALLEST_BLOCK)._replace(places=_extremes(blocks, factors))
+def _blocks(source: torch.Tensor, cast: HostCast) -> torch.Tensor:
+    """Return the values [blocks, values of one], in the order of scales."""
+    (rows, length), lines = cast.block, source if cast.axiswise_dim == -1 else source.t()
+    return lines.reshape(-1, rows, lines.shape[-1] // length, length).transpose(1, 2).reshape(-1, rows * length)
 
 
 def _extremes(blocks: torch.Tensor, factors: torch.Tensor) -> tuple[int, ...]:
@@ -250,10 +254,12 @@ def _extremes(blocks: torch.Tensor, factors: torch.Tensor) -> tuple[int, ...]:
     return int(np.where(zeros, np.inf, products).argmin()), int(np.where(zeros, -np.inf, products).argmax())
 
 
-def _spread(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
+def _spread(factors: torch.Tensor, cast: HostCast) -> torch.Tensor:
     """Return the factor of every value of the source."""
-    factors = _factors(scale, cast).repeat_interleave(cast.block, -1)
-    return factors if cast.axiswise_dim == -1 else factors.t()
+    rows, length = cast.block
+    spread = factors.repeat_interleave(length, -1)
+    spread = spread if rows == 1 else spread.repeat_interleave(rows, 0)
+    return spread if cast.axiswise_dim == -1 else spread.t()
 
 
 _CANCELLED = 2.0**-40  # of the amax in float64: below are sums whose terms cancel, and zero in another order

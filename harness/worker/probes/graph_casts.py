@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from harness.matrix.case import Case
-from harness.matrix.recipes import BLOCK, RecipeTraits
+from harness.matrix.recipes import MX, RecipeTraits
 from harness.trace.graphs import GradientDistance, GraphCast, GraphMatmul, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_scale
 from harness.worker.process.process import PROCESS, in_backward
@@ -83,7 +83,7 @@ class GraphCastWatcher:
 
     def _record_matmul(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
         a, b, scale_a, scale_b = args[:4]
-        if self._traits.in_blocks:
+        if scale_a.dtype == torch.float8_e8m0fnu:
             scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
         self.matmuls.append(
             GraphMatmul(
@@ -116,7 +116,7 @@ class GraphCastWatcher:
 
     def _record_blocks(self, node: torch.fx.Node, source: torch.Tensor, result: tuple[torch.Tensor, ...]) -> None:
         dim, data, scale = _BLOCK_CASTS[str(node.target)]
-        cast = Cast(source, result[data], result[scale], dim, BLOCK, self._traits.rounds_scales_down)
+        cast = Cast(source, result[data], result[scale], dim, MX, self._traits.rounds_scales_down)
         self._add(self._seen(node, cast.bits), node, cast)
 
     def _seen(self, node: torch.fx.Node, bits: torch.Tensor) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import MX
 from harness.trace.operands import Role
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.operands import OperandProbe
@@ -60,7 +60,7 @@ class BlockOperandProbe(OperandProbe):
             bits, scale = (
                 tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (result.qdata, result.scale)
             )
-            seen = Cast(local_part(source), bits if dim == -1 else bits.t(), scale, dim, BLOCK, rounds_down)
+            seen = Cast(local_part(source), bits if dim == -1 else bits.t(), scale, dim, MX, rounds_down)
             self.record_cast(seen, logical=source, role=self._role(source))
             return result
 

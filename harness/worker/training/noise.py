@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.matrix.recipes import BLOCK, E4M3, MANTISSA_BITS
+from harness.matrix.recipes import E4M3, MANTISSA_BITS
 from harness.request import Noise
 from harness.worker.tensors.names import clean_fqn
 
@@ -28,11 +28,11 @@ _LARGEST = 1.75
 class _Rounding(NamedTuple):
     """Bits of the mantissa that are left of a tensor.
 
-    `saturates`: what is above the largest value of its block is cut to that, which is no random error.
+    `saturates`: in blocks of so many values, what is above the largest is cut to that, which is no random error.
     """
 
     bits: int
-    saturates: bool = False
+    saturates: int = 0
 
 
 _BFLOAT16 = _Rounding(BFLOAT16_BITS)
@@ -85,12 +85,12 @@ class _Errors(torch.autograd.Function):
 
 def _rounded_at_random(given: torch.Tensor, rounding: _Rounding, generator: torch.Generator) -> torch.Tensor:
     """Return the tensor with random errors as large as those of a rounding, in its dtype."""
-    wide = (_cut(given) if rounding.saturates else given).float()
+    wide = (_cut(given, rounding.saturates) if rounding.saturates else given).float()
     errors = torch.rand(given.shape, generator=generator).sub_(0.5).to(given.device)
     return torch.addcmul(wide, wide, errors, value=_MEAN_UNIT * 2.0**-rounding.bits).to(given.dtype)
 
 
-def _cut(given: torch.Tensor) -> torch.Tensor:
-    blocks = given.unflatten(-1, (-1, BLOCK))
+def _cut(given: torch.Tensor, length: int) -> torch.Tensor:
+    blocks = given.unflatten(-1, (-1, length))
     largest = _LARGEST * torch.exp2(torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))))
     return blocks.clamp(-largest, largest).flatten(-2)

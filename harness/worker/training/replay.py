@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.matrix.case import Case, Checkpointing
+from harness.matrix.case import Checkpointing
 from harness.matrix.dims.pp import copies_of_weights
 from harness.matrix.numerics import replayed_steps
 from harness.registry import is_llama
@@ -22,20 +22,12 @@ from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import ModuleTensorKind
 from harness.worker.one_rank.replay import OF_PARAMETER, Replay
-from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, Matmul, ScaledProducts, Values, assembled
+from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, ScaledProducts, Values, assembled
 from harness.worker.probes.discovery import converted_linears
 from harness.worker.process.process import PROCESS
 from harness.worker.tensors.names import clean_fqn
 from harness.worker.tensors.places import local_shard
 from harness.worker.training.train import Prepared, prepare, software
-
-
-def _matmul(case: Case) -> Matmul:
-    if not case.float8.traits.in_blocks:
-        return FLOAT8_MATMUL
-    from harness.worker.one_rank.mxfp8_products import MXFP8
-
-    return MXFP8
 
 
 def replay(request: RunRequest, device: torch.device) -> RankTrace:
@@ -48,7 +40,11 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     watching = Replay(assembled(case, request.replayed, device), dp, case.layout.cp)
     products = ScaledProducts()
     watching.attach(model, case, products, compiled=request.case.compile != "none")
-    products.watch(_matmul(request.case))
+    products.watch(FLOAT8_MATMUL)
+    if request.case.float8.traits.block:
+        from harness.worker.one_rank.block_products import MATMULS
+
+        products.watch(MATMULS[request.case.float8.traits.kernel])
     replayed = replayed_steps(request.case, request.numerics)
     neighbors = zip((0, *replayed), replayed, (*replayed[1:], replayed[-1] + 1), strict=False)
     turns = (_Turn(step, before == step - 1, following - 1) for before, step, following in neighbors)

@@ -21,7 +21,7 @@ from harness.worker.virtual import collectives, grouped_mm, scaled_mm
 from harness.worker.virtual.collectives import below_autograd, memory
 
 # What of `PROCESS.installed` is a part of the virtual device.
-_PARTS = frozenset({"collectives", "gloo", "mxfp8", "scaled_mm", "symm_mem"})
+_PARTS = frozenset({"casts", "collectives", "gloo", "scaled_mm", "symm_mem"})
 
 
 def install(

@@ -16,7 +16,7 @@ import torch
 from torch import DispatchKey, DispatchKeySet
 from torch.nn.functional import ScalingType, SwizzleType
 
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import MX
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.virtual.grouped_rules import E8M0, refusals
 from harness.worker.virtual.scaled_mm import block_product, operand
@@ -172,7 +172,7 @@ def _in_blocks(parts: Iterator[Group], scale_a: Tensor, scale_b: Tensor) -> Iter
     rest_a, rest_b = scale_a.flatten(), scale_b.flatten()
     for group in parts:
         size_a, size_b = _padded(group.a), _padded(group.b.t())
-        if group.a.shape[1] % BLOCK:
+        if group.a.shape[1] % MX[1]:
             raise NotImplementedError("the virtual device multiplies whole blocks of 32 values along K in every group")
         if len(rest_a) < size_a or len(rest_b) < size_b:
             raise RuntimeError("scales end before the blocks of the last group: a GPU reads what is behind them")
@@ -184,7 +184,7 @@ def _in_blocks(parts: Iterator[Group], scale_a: Tensor, scale_b: Tensor) -> Iter
 def _padded(rows: Tensor) -> int:
     """Return the number of scales of these rows, padded to blocks of 128 by 4."""
     count, length = rows.shape
-    return -(-count // 128) * 128 * -(-length // (4 * BLOCK)) * 4
+    return -(-count // 128) * 128 * -(-length // (4 * MX[1])) * 4
 
 
 @functools.lru_cache(maxsize=4096)

@@ -387,7 +387,7 @@ def install() -> None:
         raise RuntimeError(f"{CASTS} was imported before the virtual device. Fix: import it in `build`, or later.")
     with pretended_gpu(BODIES):
         importlib.import_module(CASTS)
-    PROCESS.keep("mxfp8")
+    PROCESS.keep("casts")
     PROCESS.keep(_EXPERTS, install_for_experts())
 
 

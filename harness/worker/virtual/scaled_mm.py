@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import MX, SLICE
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.virtual.scaled_rules import GPU, MX, SLICE, Operand, Signature, blocks_of, refusal
+from harness.worker.virtual.scaled_rules import GPU, Operand, Signature, blocks_of, refusal
 
 
 def operand(tensor: torch.Tensor) -> Operand:
@@ -64,7 +64,7 @@ def _rounded(product: torch.Tensor, dtype: torch.dtype, scale_result: torch.Tens
 
 def block_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
     """`a @ b` in float64, where 32 values along K share a scale, as the hardware reads it: see `unswizzled`."""
-    return product_of_blocks(a, b, *unswizzled_scales(a, b, scale_a, scale_b), BLOCK)
+    return product_of_blocks(a, b, *unswizzled_scales(a, b, scale_a, scale_b), MX[1])
 
 
 def product_of_blocks(
@@ -88,7 +88,7 @@ def unswizzled_scales(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales [rows of a, blocks] and [columns of b, blocks] of a matmul in MXFP8."""
-    blocks = a.shape[1] // BLOCK
+    blocks = a.shape[1] // MX[1]
     return unswizzled(scale_a, a.shape[0], blocks), unswizzled(scale_b, b.shape[1], blocks)
 
 

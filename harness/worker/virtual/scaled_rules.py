@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from harness.matrix.recipes import MX, ROW, SLICE, SQUARE, TENSOR, Block
+
 
 class Gpu:
     capability: tuple[int, int] | None = None
@@ -57,8 +59,6 @@ class Refusal(NamedTuple):
     error: type[Exception] = RuntimeError
 
 
-Blocks = tuple[int, int]  # rows, and values along K, that share a scale; 0: all of them
-TENSOR, ROW, MX, SLICE, SQUARE = (0, 0), (1, 0), (1, 32), (1, 128), (128, 128)
 _PAIRS = ((TENSOR, TENSOR), (ROW, ROW), (SQUARE, SLICE), (SLICE, SQUARE), (SLICE, SLICE), (MX, MX))
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _HIGH = (torch.bfloat16, torch.float16, torch.float32)
@@ -82,7 +82,7 @@ def _mx_scales(rows: int, length: int) -> int:
     return _times(rows, 128) * 128 * _times(_times(length, 32), 4) * 4
 
 
-def _is_scaled(by: Blocks, matrix: Operand, scale: Operand) -> bool:
+def _is_scaled(by: Block, matrix: Operand, scale: Operand) -> bool:
     """`is_desired_scaling`."""
     if by == MX:
         fits = scale.numel == _mx_scales(*matrix.shape) and scale.is_contiguous
@@ -101,7 +101,7 @@ def _is_scaled(by: Blocks, matrix: Operand, scale: Operand) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def blocks_of(a: Operand, b: Operand, scale_a: Operand, scale_b: Operand) -> tuple[Blocks, Blocks] | None:
+def blocks_of(a: Operand, b: Operand, scale_a: Operand, scale_b: Operand) -> tuple[Block, Block] | None:
     """Return what shares a scale in `a` and in `b`: `get_joint_scaling`; None if CUDA knows none."""
     for of_a, of_b in _PAIRS:
         if _is_scaled(of_a, a, scale_a) and _is_scaled(of_b, b.t, scale_b if of_b == MX else scale_b.t):

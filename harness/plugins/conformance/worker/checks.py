@@ -30,7 +30,7 @@ from torchao.float8.float8_training_tensor import (
 )
 
 from harness.engine.program import RankContext
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import MX
 from harness.plugins.conformance.checks import (
     MATMULS,
     Batch,
@@ -185,10 +185,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 _MXFP8: Any = torch.ops.torchao
 OPERATORS |= {
-    "mxfp8.rows": lambda _, x: _MXFP8.triton_to_mxfp8_dim0(x, BLOCK),
-    "mxfp8.rows.floor": lambda _, x: _MXFP8.triton_to_mxfp8_dim0(x, BLOCK, "floor"),
-    "mxfp8.columns": lambda _, x: _MXFP8.mxfp8_quantize(x, False, True, 1, BLOCK, "e4m3", "rceil")[1::2],
-    "mxfp8.columns.floor": lambda _, x: _MXFP8.mxfp8_quantize(x, False, True, 1, BLOCK, "e4m3", "floor")[1::2],
+    "mxfp8.rows": lambda _, x: _MXFP8.triton_to_mxfp8_dim0(x, MX[1]),
+    "mxfp8.rows.floor": lambda _, x: _MXFP8.triton_to_mxfp8_dim0(x, MX[1], "floor"),
+    "mxfp8.columns": lambda _, x: _MXFP8.mxfp8_quantize(x, False, True, 1, MX[1], "e4m3", "rceil")[1::2],
+    "mxfp8.columns.floor": lambda _, x: _MXFP8.mxfp8_quantize(x, False, True, 1, MX[1], "e4m3", "floor")[1::2],
 }
 OPERATORS |= {f"{name}.scale": OPERATORS[name] for name in ("mul", "div")}
 OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view", "split", "redistribute")}

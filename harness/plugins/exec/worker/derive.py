@@ -22,7 +22,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
 from harness.matrix.layout import peers
-from harness.matrix.recipes import E5M2, OPERAND_FIELDS, TRAITS, Recipe, block_recipe
+from harness.matrix.recipes import E5M2, OPERAND_FIELDS, TRAITS, Recipe, mx_recipe
 from harness.plugins.exec.request import TARGET
 from harness.worker.probes.discovery import is_converted
 from harness.worker.probes.fsdp_params import fsdp_params
@@ -133,7 +133,7 @@ def _float8(modules: Collection[nn.Module], *, styled: bool) -> Float8:
     settings: Any = first
     if type(first) is nn.Linear:
         settings = _wrapper(first.weight).config
-    recipe = block_recipe(
+    recipe = mx_recipe(
         rounds_scales_down=settings.scale_calculation_mode.name == "FLOOR", wgrad=not settings.wgrad_with_hp
     )
     if recipe is None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from harness.matrix.recipes import BLOCK, E4M3, FLOAT8_MAX
+from harness.matrix.recipes import E4M3, FLOAT8_MAX, MX
 from harness.plugins.faults.worker import hooks
 from harness.plugins.faults.worker.hooks import RUN, on_odd_rank, planted, wrap, wrap_everywhere
 from harness.worker.probes.discovery import converted_linears
@@ -25,6 +25,7 @@ _PACKAGE = "torchao.prototype"  # imported when a fault is planted: the virtual 
 _LINEAR = f"{_PACKAGE}.moe_training.mxfp8_linear"
 _WRAPPER = f"{_PACKAGE}.moe_training.tensor"
 _TENSOR = f"{_PACKAGE}.mx_formats.mx_tensor"
+_LENGTH = MX[1]
 _EXPONENT_BIAS = 127
 _NAN = 255  # as an exponent
 _NAN_DATA = 0x7F
@@ -47,7 +48,7 @@ class _Cast(NamedTuple):
 
     @property
     def blocks(self) -> torch.Tensor:
-        return self.rows.float().unflatten(-1, (-1, BLOCK))
+        return self.rows.float().unflatten(-1, (-1, _LENGTH))
 
     @property
     def scaled(self) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _amax(blocks: torch.Tensor) -> torch.Tensor:
 
 
 amax_of_signed_block = partial(_amaxes, lambda blocks: blocks.amax(-1).clamp(min=0))
-amax_of_31_values = partial(_amaxes, lambda blocks: _amax(blocks[..., : BLOCK - 1]))
+amax_of_31_values = partial(_amaxes, lambda blocks: _amax(blocks[..., : _LENGTH - 1]))
 
 
 @planted(_amaxes)
@@ -132,7 +133,7 @@ def scale_of_64_values(blocks: torch.Tensor) -> torch.Tensor:
 def last_block_taken_for_padded(blocks: torch.Tensor) -> torch.Tensor:
     """Mask the second half of the last block of a row."""
     amax = _amax(blocks)
-    amax[:, -1] = _amax(blocks[:, -1, : BLOCK // 2])
+    amax[:, -1] = _amax(blocks[:, -1, : _LENGTH // 2])
     return amax
 
 
@@ -153,7 +154,7 @@ scale_of_one_block_nan = partial(_block, lambda cast, exponent: exponent.fill_(_
 @planted(_after_casts)
 def blocks_swapped(cast: _Cast) -> None:
     """The data of every two blocks are swapped, their scales are not."""
-    cast.data.copy_(cast.data.unflatten(-1, (-1, 2, BLOCK)).flip(-2).flatten(-3))
+    cast.data.copy_(cast.data.unflatten(-1, (-1, 2, _LENGTH)).flip(-2).flatten(-3))
 
 
 block_scales_shifted = partial(_after_casts, lambda cast: cast.exponents.copy_(cast.exponents.roll(1, -1)))
@@ -170,7 +171,7 @@ def overflow_becomes_nan(cast: _Cast) -> None:
 def blocks_along_the_other_dim(cast: _Cast) -> None:
     """The weight of forward is cast in blocks along its first dim; scales fit, because there are as many."""
     if (cast.role, cast.dim) == ("weight", -1):
-        blocks = cast.rows.float().t().unflatten(-1, (-1, BLOCK))
+        blocks = cast.rows.float().t().unflatten(-1, (-1, _LENGTH))
         exponents = _rounded_up(_amax(blocks))
         scaled = blocks * torch.exp2(_EXPONENT_BIAS - exponents).unsqueeze(-1)
         _replace(cast, scaled.flatten(-2).t(), exponents.t().reshape(cast.exponents.shape))
@@ -224,7 +225,7 @@ def dgrad_transposes_weight_of_forward(cast: _Cast, kept: dict[Any, Any]) -> Non
     """The gradient of the input uses the weight of forward, transposed: its blocks are not along what is summed."""
     if of_forward := _weight_of_forward(cast, kept):
         data, exponents = of_forward
-        _replace(cast, data.t(), exponents[::BLOCK].t().repeat_interleave(BLOCK, 0))
+        _replace(cast, data.t(), exponents[::_LENGTH].t().repeat_interleave(_LENGTH, 0))
 
 
 @planted(_kept)
@@ -380,7 +381,7 @@ def one_rank_casts_weights_before_all_gather(stock: Any, params: list[Any]) -> A
 
 def _cast_and_back(shard: torch.Tensor) -> torch.Tensor:
     """Blocks are along rows: a second cast of the same blocks would have no effect."""
-    blocks = shard.float().view(BLOCK, -1).t()
+    blocks = shard.float().view(_LENGTH, -1).t()
     scale = torch.exp2(_rounded_up(_amax(blocks)) - _EXPONENT_BIAS).unsqueeze(-1)
     values = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
     return values.t().to(shard.dtype).reshape_as(shard)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.engine.program import RankContext
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import MX
 from harness.plugins.gpu.kernel_checks import KernelBatch, KernelCheck, KernelObservation, Misfit
 from harness.worker.program import inject
 from harness.worker.tensors.names import dtype_name
@@ -50,8 +50,8 @@ def _multiply_blocks() -> None:
     stock = torch._scaled_mm
 
     def dequantized(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        whole = unswizzled(scale, data.shape[0], data.shape[1] // BLOCK)
-        return data.float() * whole.float().repeat_interleave(BLOCK, dim=1)
+        whole = unswizzled(scale, data.shape[0], data.shape[1] // MX[1])
+        return data.float() * whole.float().repeat_interleave(MX[1], dim=1)
 
     def multiplied(a: torch.Tensor, b: torch.Tensor, *, scale_a: Any, scale_b: Any, **given: Any) -> torch.Tensor:
         if scale_a.dtype != torch.float8_e8m0fnu:
@@ -163,7 +163,7 @@ class Arguments(NamedTuple):
 
 def arguments(check: KernelCheck) -> Arguments:
     draw = torch.Generator().manual_seed(int(hashlib.sha256(check.id.encode()).hexdigest()[:12], 16))
-    parts = {"tensorwise": 0, "rowwise": 1, "blocks": check.k // BLOCK}[check.scaling]
+    parts = {"tensorwise": 0, "rowwise": 1, "blocks": check.k // MX[1]}[check.scaling]
 
     def made(rows: int, dtype: torch.dtype, *, low: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (rows, check.k)

@@ -135,7 +135,7 @@ def _model_spec(case: Case) -> ModelSpec:
     """torchtitan's llama3 in the sizes of the case, converted, and without checkpoints on disk."""
     model = llama_config(case)
     if case.float8.enabled:
-        model = (_mxfp8(case) if case.float8.traits.in_blocks else _float8(case)).build().convert(model)
+        model = (_mxfp8(case) if case.float8.traits.kernel == "mx" else _float8(case)).build().convert(model)
     return ModelSpec(
         name="llama3",
         flavor="case",

@@ -21,7 +21,7 @@ from torchao.quantization import quantize_
 
 from harness.matrix.case import Float8
 from harness.matrix.linears import EXPERTS, OUTPUT_FQN, ROUTER
-from harness.matrix.recipes import OPERAND_FIELDS, RecipeTraits
+from harness.matrix.recipes import OPERAND_FIELDS, ROW, RecipeTraits
 from harness.worker.targets.reference.model import Llama
 
 
@@ -41,10 +41,8 @@ def _casts(config: Float8LinearConfig, traits: RecipeTraits) -> dict[str, CastCo
     gradients = getattr(torch, traits.grad_output_dtype)
     return {
         field: CastConfig(
-            scaling_type=ScalingType.DISABLED if traits.scaling[operand] == "dis" else ScalingType.DYNAMIC,
-            scaling_granularity=(
-                ScalingGranularity.AXISWISE if traits.scaling[operand] == "axs" else ScalingGranularity.TENSORWISE
-            ),
+            scaling_type=ScalingType.DYNAMIC if traits.casts[operand] else ScalingType.DISABLED,
+            scaling_granularity=ScalingGranularity["AXISWISE" if traits.block_of(operand) == ROW else "TENSORWISE"],
             target_dtype=gradients if operand.startswith("go") else getattr(config, field).target_dtype,
         )
         for operand, field in OPERAND_FIELDS.items()
@@ -58,13 +56,18 @@ def convert(model: nn.Module, float8: Float8) -> None:
     def wanted(_: nn.Module, fqn: str) -> bool:
         return not any(entry in fqn for entry in filters)
 
-    if float8.traits.in_blocks:
-        _convert_mxfp8(model, float8, wanted)
-    elif float8.enabled:
-        convert_to_float8_training(model, config=float8_config(float8), module_filter_fn=wanted)
+    if float8.enabled:
+        _CONVERTERS[float8.traits.kernel](model, float8, wanted)
 
 
-def _convert_mxfp8(model: nn.Module, float8: Float8, wanted: Callable[[nn.Module, str], bool]) -> None:
+_Wanted = Callable[[nn.Module, str], bool]
+
+
+def _convert_float8(model: nn.Module, float8: Float8, wanted: _Wanted) -> None:
+    convert_to_float8_training(model, config=float8_config(float8), module_filter_fn=wanted)
+
+
+def _convert_mxfp8(model: nn.Module, float8: Float8, wanted: _Wanted) -> None:
     """Replace the linears of `model` by MXFP8Linear, or wrap their weights, in place, where `wanted(module, fqn)`."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
@@ -79,6 +82,9 @@ def _convert_mxfp8(model: nn.Module, float8: Float8, wanted: Callable[[nn.Module
         linear.__class__ = MXFP8Linear
         for name, value in options.items():
             setattr(linear, name, value)
+
+
+_CONVERTERS = {"float8": _convert_float8, "mx": _convert_mxfp8}
 
 
 def _mxfp8_options(float8: Float8) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def _grouped_config(float8: Float8) -> AOBaseConfig:
     """torchao's config for the grouped matmuls of experts. They pad their groups themselves (`experts.py`)."""
     from torchao.prototype.moe_training.config import Float8TrainingOpConfig, MXFP8TrainingOpConfig
 
-    return MXFP8TrainingOpConfig(**_mxfp8_options(float8)) if float8.traits.in_blocks else Float8TrainingOpConfig()
+    return MXFP8TrainingOpConfig(**_mxfp8_options(float8)) if float8.traits.kernel == "mx" else Float8TrainingOpConfig()
 
 
 @torch.no_grad()

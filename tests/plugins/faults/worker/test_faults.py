@@ -27,7 +27,7 @@ EVIDENCE = {
 
 def small(case: Case, steps: int) -> Case:
     """The same machinery in less time; as many tokens where padding, blocks or microbatches need them."""
-    needed = case.float8.pad_inner_dim or case.float8.traits.in_blocks
+    needed = case.float8.pad_inner_dim or case.float8.traits.block
     batch = case.train.global_batch if needed or 4 % (case.layout.batches * case.train.accumulation) else 4
     return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=steps, global_batch=batch))
 
@@ -75,7 +75,7 @@ def test_a_fault_changes_what_it_says(submit, outcomes, name):
     fault: Fault = fault_named(name)
     (host,) = fault.hosts(at_most=1)
     case, probes = small(host, max(2, fault.since_step)), EVIDENCE.get(fault.shows, ())
-    fixes = (UNDER_TP,) if case.float8.traits.in_blocks and case.layout.tp > 1 else ()
+    fixes = (UNDER_TP,) if case.float8.traits.block and case.layout.tp > 1 else ()
     clean = outcomes(case, probes, fixes)
     planted = submit(case, injections=(*fixes, fault.injection), probes=probes)
     if fault.shows == "trains":

@@ -131,7 +131,7 @@ def test_mxfp8_is_for_machines_that_multiply_it() -> None:
 
 @given(DENSE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
 def test_every_case_has_a_prediction(case: Case, eager: bool) -> None:
-    gains = predicted_gains(case, B200 if case.float8.traits.in_blocks else H100, eager=eager)
+    gains = predicted_gains(case, B200 if case.float8.traits.block else H100, eager=eager)
     assert text_of(speedup_sections(gains))
     assert json.loads(to_json(gains))["float8_step_s"] == gains.float8.total_s
     numbers = [gains.tokens_s, gains.bf16.total_s, gains.float8.total_s, *(linear.gain for linear in gains.linears)]

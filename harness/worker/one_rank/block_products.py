@@ -1,11 +1,10 @@
-"""The matmuls of MXFP8 as TP ranks multiply them: for `tensor_ranks.ScaledProducts`."""
+"""The matmuls of scaled blocks as TP ranks multiply them: for `tensor_ranks.ScaledProducts`."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from harness.matrix.recipes import BLOCK
 from harness.worker.one_rank.tensor_ranks import Cut, Matmul
 
 Tensor = torch.Tensor
@@ -15,7 +14,7 @@ def _cutting_blocks(stock: Callable[..., Tensor], a: Any, b: Any, *rest: Any, **
     """Of MXTensors: `a` has its scales as [m, blocks], `b` as [blocks, n]."""
 
     def cut(part: slice) -> Tensor:
-        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+        blocks = slice(part.start // a.block_size, part.stop // a.block_size)
         rows = _of_parts(a, a.qdata[:, part].contiguous(), a.scale[:, blocks].contiguous())
         columns = _of_parts(b, b.qdata[part].t().contiguous().t(), b.scale[blocks].t().contiguous().t())
         return stock(rows, columns, *rest, **options)
@@ -29,4 +28,7 @@ def _of_parts(whole: Any, data: Tensor, scale: Tensor) -> Any:
     return type(whole).__tensor_unflatten__(parts, others, data.shape, data.stride())
 
 
-MXFP8 = Matmul("torchao.prototype.mx_formats.mx_tensor", "_addmm_mx_dispatch", _cutting_blocks)
+# By the kernel of a recipe.
+MATMULS = {
+    "mx": Matmul("torchao.prototype.mx_formats.mx_tensor", "_addmm_mx_dispatch", _cutting_blocks),
+}
