@@ -65,6 +65,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_weight_amax(case, rank, step),
         *repeated(of_microbatch, case.train.accumulation),
         *repeated(reduced, case.reductions if case.uses_fsdp else 1),
+        *_whole_matrices(case, rank),
         *_precompute(case, rank),
         *tokens_of_experts(case, rank),
         *_gradients_of_ends(case, rank),
@@ -117,6 +118,24 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
         for axis in ("dp_replicate", unit.axis):
             kind, count = ("all_reduce", shard) if axis == "dp_replicate" else ("reduce_scatter", shard * ranks)
             yield Transfer(axis, kind, case.reduce_dtype, count, f"gradients of {unit.name}", op="sum")
+
+
+def _whole_matrices(case: Case, rank: int) -> Iterator[Transfer]:
+    """Muon orthogonalizes whole matrices: gradient and momentum of each are gathered along every axis that shards it.
+
+    DTensor gathers columns before rows, and rows that TP has sharded before FSDP2 along `dp_shard` first.
+    """
+    if case.train.optimizer != "muon":
+        return
+    shards, at = case.layout.dp_shard, coordinates(case.layout, rank)["dp_shard"]
+    for layer in blocks_of(case, rank):
+        for name in block_linears(case.model, layer):
+            inputs, outputs = local_features(case, name)
+            rows = shard_size(outputs, shards, at) if name in ROWWISE else outputs
+            of_shard = -(-outputs // shards) * linear_features(case, name)[0]
+            purpose = f"gradient and momentum of layers.{layer}.{name}"
+            for axis, elements in (("dp_shard", of_shard), ("tp", rows * inputs)):
+                yield Transfer(axis, "all_gather", case.parameter_dtype, elements, purpose, times=2)
 
 
 def converted_weight_shards(case: Case, rank: int) -> int:

@@ -25,8 +25,13 @@ from harness.matrix.layout import coordinates, expert_coordinates
 from harness.matrix.linears import (
     EXPERTS,
     FLOPS_PER_PARAMETER_AND_TOKEN,
+    OUTPUT_FQN,
     active_parameter_count,
     block_linears,
+    held,
+    linear_features,
+    linear_fqns,
+    linear_name,
     local_features,
     parameter_count,
     shard_size,
@@ -282,7 +287,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
     """
     case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
     units = fsdp_units(case, rank)
-    padded, own = _shards(case, units, rank)
+    padded, own, states = _shards(case, units, rank)
     item, last = ITEM_BYTES[case.parameter_dtype], case.model.shape.layers - 1
     saved = sum(expected_saved(case, step=2, rank=rank).values())
     live = expected_live(case, rank=rank, moment="forward")
@@ -292,26 +297,36 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         rank=rank,
         parameters=(padded if case.uses_fsdp else own) * item,
         buffers=case.train.seq_len * case.model.shape.head_dim * ITEM_BYTES[case.wide_dtype],
-        optimizer=case.train.update.states * own * item,
+        optimizer=states * item,
         gradients=sum(gradient.nbytes for gradient in gradients(case, rank)),
         saved=saved + (_attention_bytes(case) if saves_attention else 0),
         kept=scalars + on_device,
         probabilities=(probabilities := _probability_bytes(case, rank)),
         loss=_loss_bytes(case, probabilities),
         block=_block_bytes(case, [unit for unit in units if unit.name.startswith(f"layers.{last}")]),
-        update=own * item,
+        update=(own + 2 * _whole_matrices(case, rank)) * item,
     )
 
 
-def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
-    """Return the elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
-    padded = own = 0
+def _whole_matrices(case: Case, rank: int) -> int:
+    """Return the elements of the matrices of which Muon gathers gradient and momentum."""
+    fqns = held(case, rank, linear_fqns(case)) if case.train.optimizer == "muon" else ()
+    return sum(math.prod(linear_features(case, linear_name(fqn))) for fqn in fqns if fqn != OUTPUT_FQN)
+
+
+def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int, int]:
+    """Return the elements of all parameters of a rank: as FSDP2 pads them, of its own rows, and of their states."""
+    padded, own, states = 0, 0, 0
+    update, linears = case.train.update, {*linear_fqns(case)} - {OUTPUT_FQN}
     places = coordinates(case.layout, rank) | expert_coordinates(case.layout, rank)
     for unit in units:
         ranks, at = ranks_of_unit(case, unit), places["efsdp" if EXPERTS in unit.name else "dp_shard"]
         padded += sum(weight.shard_elements(ranks) for weight in unit.weights)
-        own += sum(shard_size(weight.rows, ranks, at) * weight.columns for weight in unit.weights)
-    return padded, own
+        for weight in unit.weights:
+            elements = shard_size(weight.rows, ranks, at) * weight.columns
+            own += elements
+            states += elements * (update.of_linears if weight.fqn in linears else update.states)
+    return padded, own, states
 
 
 def _attention_bytes(case: Case) -> int:
