@@ -47,7 +47,7 @@ _Options = Mapping[str, Mapping[str, str]]  # of every parameter that has a grad
 
 
 @_rule.judged_by(
-    blind="Bugs that one rank shares; optimizers other than Adam, AdamW and SGD; values that are not sampled.",
+    blind="Bugs that one rank shares; optimizers other than Adam, AdamW and SGD; updates of Muon; values not sampled.",
     also_reads=("sketches",),
     unasked="model",
     absent="it is not known what the ranks built",

@@ -13,8 +13,16 @@ from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import Sender, Transfer, repeated
 from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
 from harness.matrix.dims.pp import blocks_of, expert_layers_of, holds, votes
-from harness.matrix.layout import EXPERT_AXES, SHARD_AXES, group_name
-from harness.matrix.linears import EMBEDDING, OUTPUT_FQN, block_linears
+from harness.matrix.layout import EXPERT_AXES, SHARD_AXES, coordinates, group_name
+from harness.matrix.linears import (
+    EMBEDDING,
+    OUTPUT_FQN,
+    ROWWISE,
+    block_linears,
+    linear_features,
+    local_features,
+    shard_size,
+)
 from harness.matrix.upstream import NONE, Changes
 from harness.trace.counts import ExpertCall
 
@@ -30,6 +38,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *(term for one in DIMENSIONS for term in repeated(one.of_microbatch(of), case.train.accumulation)),
         *(term for one in DIMENSIONS for term in repeated(one.of_reduction(of), case.reductions)),
         *(term for one in DIMENSIONS for term in one.of_step(of)),
+        *_whole_matrices(case, rank),
         *_global_norm(case, rank),
     )
     return tuple(term for term in terms if term.times and term.axis in used)
@@ -50,6 +59,24 @@ def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:
     several = [axis for axis, degree in case.layout.degrees.items() if degree > 1]
     return frozenset((*several, *(group_name(case.layout, axis) for axis in EXPERT_AXES if axis in several)))
+
+
+def _whole_matrices(case: Case, rank: int) -> Iterator[Transfer]:
+    """Muon orthogonalizes whole matrices: gradient and momentum of each are gathered along every axis that shards it.
+
+    DTensor gathers columns before rows, and rows that TP has sharded before FSDP2 along `dp_shard` first.
+    """
+    if case.train.optimizer != "muon":
+        return
+    shards, at = case.layout.dp_shard, coordinates(case.layout, rank)["dp_shard"]
+    for layer in blocks_of(case, rank):
+        for name in block_linears(case.model, layer):
+            inputs, outputs = local_features(case, name)
+            rows = shard_size(outputs, shards, at) if name in ROWWISE else outputs
+            of_shard = -(-outputs // shards) * linear_features(case, name)[0]
+            purpose = f"gradient and momentum of layers.{layer}.{name}"
+            for axis, elements in (("dp_shard", of_shard), ("tp", rows * inputs)):
+                yield Transfer(axis, "all_gather", case.parameter_dtype, elements, purpose, times=2)
 
 
 def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:

@@ -25,6 +25,7 @@ from harness.matrix.linears import (
     in_order,
     is_checkpointed,
     is_converted,
+    linear_features,
     linear_fqns,
     linear_name,
     local_features,
@@ -258,6 +259,17 @@ def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> I
         )
 
 
+def orthogonalized(case: Case, *, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (m, n, k) of the products in bfloat16 of torch's Muon, which a rank computes of whole matrices.
+
+    Each of five rounds multiplies a matrix by its transpose, the result by itself, and that by the matrix.
+    """
+    for fqn in held(case, rank, linear_fqns(case)) if case.train.optimizer == "muon" else ():
+        if fqn != OUTPUT_FQN:
+            short, long = sorted(linear_features(case, linear_name(fqn)))
+            yield from [(short, short, long), (short, short, short), (short, long, short)] * 5
+
+
 def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[str, Multiplied]:
     """Return what one rank executes in one step, by part and precision, as `FlopsRecord` counts it."""
     products = [
@@ -266,6 +278,7 @@ def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[
     ]
     for precision, scaled in ((FLOAT8, True), (case.train.dtype, False)):
         products.append(("matmuls", precision, extra_matmul_calls(case, scaled=scaled), 0))
+    products += [("matmuls", "bfloat16", 1, 2 * m * n * k) for m, n, k in orthogonalized(case, rank=rank)]
     added = multiplied_by(
         (multiplied_words(part=part, precision=precision), calls, flops) for part, precision, calls, flops in products
     )

@@ -20,24 +20,26 @@ from harness.registry import REFERENCE, TARGET_NAME
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 Resume = Literal["none", "same", "resharded"]
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "sgd", "muon"]
 
 
 class Update(NamedTuple):
     states: int  # tensors as large as the parameter that are kept between steps
+    of_linears: int  # the same, for weights of linears in blocks
     reads: int  # operators that read the gradient: each reduces one that is Partial
 
 
 UPDATES: Mapping[Optimizer, Update] = {
-    "adamw": Update(states=2, reads=3),  # the first moment reads the gradient once, the second twice
-    "sgd": Update(states=1, reads=1),  # the sum of gradient and weight decay goes into the momentum
+    "adamw": Update(states=2, of_linears=2, reads=3),  # the first moment reads the gradient once, the second twice
+    "sgd": Update(states=1, of_linears=1, reads=1),  # the sum of gradient and weight decay goes into the momentum
+    "muon": Update(states=2, of_linears=1, reads=3),  # AdamW updates all whose gradients may be Partial
 }
 
 _of_training = functools.partial(axis, part="training", changes=Changes.TRAINING)
 
 
 class Train(CaseStruct, frozen=True, kw_only=True):
-    """Batch, sequence length, steps and optimizer: AdamW or SGD at a constant learning rate.
+    """Batch, sequence length, steps and optimizer, at a constant learning rate.
 
     `dtype` is the compute dtype of activations and parameters. `bfloat16` is what users run: FSDP2 mixed precision with
     float32 master weights. `float64` exists on the virtual device only, for sharp comparisons: FP8 rounding is then the
@@ -55,7 +57,9 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     so every data-parallel rank has fewer. `half`: the second half of the batch has none, so some ranks have none.
     `optimizer`: an update of AdamW is equally large whatever the scale of its gradients, so losses and parameters hide
     a wrong one. One of `sgd` is proportional to it: torch's SGD, with momentum and with weight decay that is added to
-    the gradient. `lr` is the learning rate of either; SGD needs about a hundred times AdamW's, so cases set it.
+    the gradient. `lr` is the learning rate of either; SGD needs about a hundred times AdamW's, so cases set it. `muon`
+    orthogonalizes the momentum of a weight as a whole, which is gathered for it; a shard alone, or two weights as one,
+    have another update. Linears of blocks have it, with AdamW's learning rate, all else has AdamW.
     `resume`: in the middle of the run the state is saved and loaded into a target that is built anew, which trains the
     other steps; with `resharded` through another layout of the same ranks (`caseid.py`).
     """
@@ -130,8 +134,9 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     optimizer: Annotated[
         Optimizer,
         _of_training(
-            "optimizer; sgd shows the scale of gradients, for example with lr = 0.1",
+            "optimizer; sgd shows the scale of gradients, for example with lr = 0.1; muon needs whole matrices",
             flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
+            flag("muon", "Muon updates the weights of blocks' linears, AdamW the others", optimizer="muon"),
             noise="_{}",
         ),
     ] = "adamw"

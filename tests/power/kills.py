@@ -54,6 +54,7 @@ OF_THE_REFERENCE = {
     "learning_rate_lost_by_load weight_of_one_rank_not_loaded resharded_rows_in_another_order "
     "nothing_precomputed_after_load precomputed_scale_stale_after_load float8_weights_not_safe_to_load",
     "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled momentum_in_bfloat16_on_one_rank",
+    "Muon": " ".join(planted_in(lambda host: host.train.optimizer == "muon")),
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
     "MXFP8": " ".join(planted_in(lambda host: TRAITS[host.float8.recipe].block)),

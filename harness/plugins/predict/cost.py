@@ -21,13 +21,17 @@ from harness.expect.work import Work, executed, work
 from harness.matrix.case import Case, Checkpointing, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.dims.fsdp import Unit, fsdp_units
-from harness.matrix.dims.pp import stage_count
+from harness.matrix.dims.pp import held, stage_count
 from harness.matrix.layout import coordinates
 from harness.matrix.linears import (
     EXPERTS,
     FLOPS_PER_PARAMETER_AND_TOKEN,
+    OUTPUT_FQN,
     active_parameter_count,
     block_linears,
+    linear_features,
+    linear_fqns,
+    linear_name,
     local_features,
     parameter_count,
     shard_size,
@@ -283,7 +287,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
     """
     case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
     units = fsdp_units(case, rank)
-    padded, own = _shards(case, units, rank)
+    padded, own, states = _shards(case, units, rank)
     item, last = ITEM_BYTES[case.parameter_dtype], case.model.shape.layers - 1
     saved = sum(expected_saved(case, step=2, rank=rank).values())
     live = expected_live(case, rank=rank, moment="forward")
@@ -293,25 +297,35 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         rank=rank,
         parameters=(padded if case.uses_fsdp else own) * item,
         buffers=case.train.seq_len * case.model.shape.head_dim * ITEM_BYTES[case.wide_dtype],
-        optimizer=case.train.update.states * own * item,
+        optimizer=states * item,
         gradients=sum(gradient.nbytes for gradient in gradients(case, rank)),
         saved=saved + (_attention_bytes(case) if saves_attention else 0),
         kept=scalars + on_device,
         probabilities=(probabilities := _probability_bytes(case, rank)),
         loss=_loss_bytes(case, probabilities),
         block=_block_bytes(case, [unit for unit in units if unit.name.startswith(f"layers.{last}")]),
-        update=own * item,
+        update=(own + 2 * _whole_matrices(case, rank)) * item,
     )
 
 
-def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
-    """Return the elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
-    padded = own = 0
+def _whole_matrices(case: Case, rank: int) -> int:
+    """Return the elements of the matrices of which Muon gathers gradient and momentum."""
+    fqns = held(case, rank, linear_fqns(case)) if case.train.optimizer == "muon" else ()
+    return sum(math.prod(linear_features(case, linear_name(fqn))) for fqn in fqns if fqn != OUTPUT_FQN)
+
+
+def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int, int]:
+    """Return the elements of all parameters of a rank: as FSDP2 pads them, of its own rows, and of their states."""
+    padded, own, states = 0, 0, 0
+    update, linears = case.train.update, {*linear_fqns(case)} - {OUTPUT_FQN}
     for unit in units:
         axis = "efsdp" if EXPERTS in unit.name else "dp_shard"
         padded, at = padded + unit.shard_elements, coordinates(case.layout, rank, (axis,))[axis]
-        own += sum(shard_size(weight.rows, unit.ranks, at) * weight.columns for weight in unit.weights)
-    return padded, own
+        for weight in unit.weights:
+            elements = shard_size(weight.rows, unit.ranks, at) * weight.columns
+            own += elements
+            states += elements * (update.of_linears if weight.fqn in linears else update.states)
+    return padded, own, states
 
 
 def _attention_bytes(case: Case) -> int:

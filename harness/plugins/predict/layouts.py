@@ -17,7 +17,7 @@ from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.expect.memory import expected_saved, is_exact
 from harness.expect.traffic import expected_transfers, transfers_if_balanced
-from harness.expect.work import executed, gemms
+from harness.expect.work import executed, gemms, orthogonalized
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.dims.fsdp import Weight, fsdp_units
@@ -407,6 +407,8 @@ def _formulas(case: Case, rank: int) -> Counter[str]:
         wanted[f"bytes of {term.words}"] += term.payload_bytes
     for gemm in gemms(case, rank=rank):
         wanted[_shape_words(gemm.precision, gemm.m, gemm.n, gemm.executed_k)] += gemm.executions
+    for sizes in orthogonalized(case, rank=rank):
+        wanted[_shape_words("bfloat16", *sizes)] += 1
     for words, multiplied in executed(case, rank=rank, saves_attention=False).items():
         wanted[f"FLOPs of {words}"] = multiplied.flops
     return wanted

@@ -5,7 +5,7 @@ is rounded or reset in between shows too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Muon
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.trace.model import Options, StepUpdate
@@ -63,10 +63,18 @@ def _sgd(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tup
     }
 
 
+def _muon(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tuple[Values, Values]]:
+    """Return the momentum alone: the update is that of whole matrices."""
+    momentum = options["momentum"]
+    kept = momentum * was["momentum_buffer"] + (1 - momentum) * was["grad"]
+    return {"momentum_buffer": (kept, abs(was["momentum_buffer"]) + abs(was["grad"]))}
+
+
 _FORMULAS: dict[type[Optimizer], tuple[Formula, tuple[str, ...]]] = {
     Adam: (_adam, ("exp_avg", "exp_avg_sq", "step")),
     AdamW: (_adam, ("exp_avg", "exp_avg_sq", "step")),
     SGD: (_sgd, ("momentum_buffer",)),
+    Muon: (_muon, ("momentum_buffer",)),
 }
 
 
@@ -103,7 +111,7 @@ class Updates:
             if not counts:
                 call()
             counts[id(optimizer)] += 1
-            self._seen.update(_read(optimizer, states=not self._left))
+            self._seen.update(_read(optimizer, left=self._left))
 
         def after(optimizer: Optimizer, *_: object) -> None:
             self._note_options(optimizer)
@@ -125,6 +133,7 @@ class Updates:
     def _note_options(self, optimizer: Optimizer) -> None:
         for number, group in enumerate(optimizer.param_groups):
             options = {name: _text(value) for name, value in group.items() if name not in _HOW}
+            options |= {"class": type(optimizer).__name__} if type(optimizer) in _FORMULAS else {}
             for place, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
@@ -155,10 +164,10 @@ class Updates:
 
 @torch.no_grad()
 @unobserved()
-def _read(optimizer: Optimizer, *, states: bool = True) -> dict[tuple[int, ...], _Seen]:
+def _read(optimizer: Optimizer, *, left: Container[tuple[int, ...]] = ()) -> dict[tuple[int, ...], _Seen]:
     """Return, by the ids of its parameters that have gradients, what is seen of every group whose formula is known.
 
-    `states`: gradients and what is kept, too.
+    Of groups in `left`, which were read after the step before, only the parameters.
     """
     seen = {}
     for group in optimizer.param_groups if type(optimizer) in _FORMULAS else ():
@@ -166,7 +175,7 @@ def _read(optimizer: Optimizer, *, states: bool = True) -> dict[tuple[int, ...],
         if not params or group.get("amsgrad") or group.get("dampening"):
             continue
         tensors = {"param": params}
-        if states:
+        if tuple(map(id, params)) not in left:
             none = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
             of_each = [{"grad": param.grad, **optimizer.state.get(param, {})} for param in params]
             for name in ("grad", *_FORMULAS[type(optimizer)][1]):

@@ -20,7 +20,7 @@ FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "D": ("communication", "conversion", "pipelines"),
     "E": ("execution",),
     "F": ("execution",),
-    "G": ("training", "loss", "conversion"),
+    "G": ("training", "loss", "conversion", "muon"),
     "H": ("compiled", "conversion", "execution"),
     "I": ("stale",),
     "J": ("mxfp8",),

@@ -97,7 +97,7 @@ loss_is_mean_of_microbatches = partial(
     hooks.wrap_result, build.ReferenceTarget, "loss_of_stage", lambda loss: loss / RUN.case.train.accumulation
 )
 clipped_by_norm_of_own_stage = partial(
-    wrap, build, "clip_gradients", lambda stock, optimizer, max_norm, pp, *copy: stock(optimizer, max_norm, None, *copy)
+    wrap, build, "clip_gradients", lambda stock, model, max_norm, pp, *copy: stock(model, max_norm, None, *copy)
 )
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  kernels of collectives for fake tensors
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
@@ -35,7 +37,7 @@ from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.saved_memory import SavedMemoryProbe, plain_tensors
 from harness.worker.probes.traffic import TrafficProbe
-from harness.worker.targets.reference.build import ReferenceTarget, build_optimizer, distributed_model
+from harness.worker.targets.reference.build import ReferenceTarget, build_optimizers, distributed_model
 from harness.worker.targets.reference.parallel import build_meshes
 from harness.worker.targets.target import World
 from harness.worker.virtual.scaled_mm import require_allowed
@@ -192,9 +194,9 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
             traffic.replace(_fsdp_param, name, _noting(getattr(_fsdp_param, name), storages))
         traffic.replace(WeightWithDynamicFloat8CastTensor, "__tensor_flatten__", _flattened)
         model.to_empty(device="cpu")
-        target = ReferenceTarget(case, built, build_optimizer(model, case), meshes)
+        target = ReferenceTarget(case, built, build_optimizers(model, case), meshes)
         saved.attach(model)
-        target.optimizer.register_step_pre_hook(saved.before_update)
+        stack.callback(register_optimizer_step_pre_hook(lambda *_: saved.before_update(model)).remove)
         for step in range(1, _STEPS + 1):
             tokens = torch.zeros((case.microbatch, case.train.seq_len + 1), dtype=torch.int64)
             hooks.start()
@@ -224,15 +226,17 @@ class _SimulatedMemoryProbe(SavedMemoryProbe):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
+        self.gradients = 0
         self._storages.start()
 
     def _measure(self) -> None:
         self.alive = self._storages.alive()
         super()._measure()
 
-    def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        self.gradients = _bytes(param.grad for param in params if param.grad is not None)
+    def before_update(self, model: nn.Module) -> None:
+        """Take note of gradients when the first optimizer of a step begins."""
+        grads = (param.grad for param in model.parameters() if param.grad is not None)
+        self.gradients = self.gradients or _bytes(grads)
 
 
 def _flattened(weight: Any) -> tuple[list[str], dict[str, Any]]:
@@ -253,7 +257,7 @@ def _memory(target: ReferenceTarget, probe: _SimulatedMemoryProbe, peak: int) ->
     model = target.model
     managed = fsdp_params(model)
     parameters = [param._sharded_param_data for param in managed] if managed else list(model.parameters())
-    states = [value for state in target.optimizer.state.values() for value in state.values()]
+    states = [value for of in target.optimizers for state in of.state.values() for value in state.values()]
     counters = _bytes(value for value in states if not value.dim())  # of updates, which are on the host
     return {
         "parameters": _bytes(parameters),

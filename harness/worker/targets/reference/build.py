@@ -7,7 +7,8 @@ because FSDP2 itself runs, on a mesh of one rank. Tensor parallelism needs no re
 that of the logical tensor.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
+from harness.matrix.linears import OUTPUT_FQN, linear_fqns
 from harness.worker.targets.reference.context_parallel import Cut, apply_cp, stand_for_all
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert, convert_experts
 from harness.worker.targets.reference.loss import (
@@ -47,19 +49,19 @@ from harness.worker.targets.reference.parallel import (
 )
 from harness.worker.targets.reference.pipeline import CopiedEnds, Pipeline, cut, in_copies, part_of_rank
 from harness.worker.targets.target import StepResult, World
+from harness.worker.tensors.names import clean_fqn
 
 
 @torch.no_grad()
 def clip_gradients(
-    optimizer: torch.optim.Optimizer, max_norm: float, pp: DeviceMesh | None, copy: nn.Parameter | None = None
+    model: nn.Module, max_norm: float, pp: DeviceMesh | None, copy: nn.Parameter | None = None
 ) -> torch.Tensor:
-    """Scale all gradients of an optimizer down to the norm `max_norm`. Returns their norm before: a scalar.
+    """Scale all gradients of a model down to the norm `max_norm`. Returns their norm before: a scalar.
 
-    The optimizer has a group of parameters for every device mesh. The norm of a group is summed over the axes of its
-    mesh, the norms of groups are of other parameters and add up, and so do those of the stages of a pipeline. A `copy`
-    of a parameter is clipped, but not counted.
+    The norm of the parameters on a device mesh is summed over the axes of that mesh, those of several meshes add up,
+    and so do those of the stages of a pipeline. A `copy` of a parameter is clipped, but not counted.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = _by_mesh(model.parameters())
     counted = ([param.grad for param in group if param is not copy and param.grad is not None] for group in groups)
     norms = [get_total_norm(grads) for grads in counted]
     summed = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -72,7 +74,7 @@ def clip_gradients(
     return total
 
 
-# By parameter: the optimizer has a group for every mesh, so another layout may have another number of groups.
+# By parameter: an optimizer has a group for every mesh, so another layout may have another number of groups.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -81,6 +83,38 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 LLAMA_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 # ResNet (arXiv:1512.03385, section 3.4), with a learning rate of 0.1. torch's SGD adds the decay to the gradient.
 RESNET_SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
+# Moonlight (arXiv:2502.16982, section 2.2): updates are as large as AdamW's, so both have one learning rate and decay.
+MOONLIGHT_MUON: dict[str, Any] = {"momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def muon(params: list[dict[str, Any]], lr: float) -> torch.optim.Muon:
+    """Return torch's Muon, of which a rank keeps its part of the momentum, and orthogonalizes whole matrices.
+
+    On shards DTensor adds up Gram matrices in bfloat16: elements of an update then differ by a tenth between layouts.
+    """
+    shards: dict[nn.Parameter, DTensor] = {}
+
+    @torch.no_grad()
+    def gather(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if isinstance(grad := param.grad, DTensor):
+                state, whole = optimizer.state[param], [Replicate()] * grad.device_mesh.ndim
+                momentum = state.get("momentum_buffer", torch.zeros_like(grad))
+                shards[param], param.grad = grad, grad.redistribute(placements=whole)
+                state["momentum_buffer"] = momentum.redistribute(placements=whole)
+
+    @torch.no_grad()
+    def shard(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param, grad in shards.items():
+            state = optimizer.state[param]
+            param.grad, momentum = grad, state["momentum_buffer"]
+            state["momentum_buffer"] = momentum.redistribute(placements=grad.placements)
+        shards.clear()
+
+    optimizer = torch.optim.Muon(params, lr=lr, **MOONLIGHT_MUON)
+    optimizer.register_step_pre_hook(gather)
+    optimizer.register_step_post_hook(shard)
+    return optimizer
 
 
 class Distributed(NamedTuple):
@@ -93,9 +127,11 @@ class Distributed(NamedTuple):
 
 
 class ReferenceTarget:
-    def __init__(self, case: Case, built: Distributed, optimizer: torch.optim.Optimizer, meshes: Meshes) -> None:
+    def __init__(
+        self, case: Case, built: Distributed, optimizers: Sequence[torch.optim.Optimizer], meshes: Meshes
+    ) -> None:
         self.model, parts, self.context, self._ends = built
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self._case = case
         self._meshes = meshes
         self._pipeline = (
@@ -126,14 +162,15 @@ class ReferenceTarget:
         if self._ends is not None:
             self._ends.add_gradients()
             copy = self._ends.copy
-        norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm, self._meshes.pp, copy)
+        norm = None if max_norm is None else clip_gradients(self.model, max_norm, self._meshes.pp, copy)
         for moe in self.model.mixtures():
             of_experts = tokens_of_step(moe.tokens_per_expert, self._meshes.dp, self._meshes.tp)
             if self._case.model.balance:
                 moe.move_bias(of_experts)
             moe.tokens_per_expert.zero_()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         after_optimizer_step(self.model, self._case.float8)
         return loss, norm
 
@@ -182,12 +219,12 @@ class ReferenceTarget:
         load(state, checkpoint_id=folder)
         weights, of_optimizer = state["model"], state["optimizer"]
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=of_optimizer, options=_OPTIONS
+            self.model, self.optimizers, model_state_dict=weights, optim_state_dict=of_optimizer, options=_OPTIONS
         )
         after_optimizer_step(self.model, self._case.float8)
 
     def _state(self) -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
+        of_model, of_optimizer = get_state_dict(self.model, self.optimizers, options=_OPTIONS)
         return {"model": of_model, "optimizer": of_optimizer}
 
     def _global_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -199,7 +236,7 @@ class ReferenceTarget:
 def build(case: Case, world: World) -> ReferenceTarget:
     meshes = build_meshes(case.layout, world)
     built = distributed_model(case, meshes, world)
-    return ReferenceTarget(case, built, build_optimizer(built.model, case), meshes)
+    return ReferenceTarget(case, built, build_optimizers(built.model, case), meshes)
 
 
 def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.device | None = None) -> Distributed:
@@ -254,12 +291,26 @@ def _plain_model(case: Case, device: torch.device) -> Llama:
     return model
 
 
-def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """Return the optimizer of a case, with one parameter group per device mesh: foreach kernels cannot mix meshes."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for param in model.parameters():
-        groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-    by_mesh, lr = [{"params": params} for params in groups.values()], case.train.lr
+def build_optimizers(model: nn.Module, case: Case) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers of a case: Muon takes the linears of blocks, AdamW the rest."""
+    lr, params = case.train.lr, dict(model.named_parameters())
     if case.train.optimizer == "sgd":
-        return torch.optim.SGD(by_mesh, lr=lr, **RESNET_SGD)
-    return torch.optim.AdamW(by_mesh, lr=lr, **LLAMA_ADAMW)
+        return [torch.optim.SGD(_groups(params.values()), lr=lr, **RESNET_SGD)]
+    optimizers = list[torch.optim.Optimizer]()
+    if case.train.optimizer == "muon":
+        names = {f"{fqn}.weight" for fqn in linear_fqns(case) if fqn != OUTPUT_FQN}
+        matrices = [params.pop(name) for name in [*params] if clean_fqn(name) in names]
+        optimizers.append(muon(_groups(matrices), lr))
+    return [*optimizers, torch.optim.AdamW(_groups(params.values()), lr=lr, **LLAMA_ADAMW)]
+
+
+def _groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return one parameter group for each device mesh: foreach kernels cannot mix meshes."""
+    return [{"params": on_mesh} for on_mesh in _by_mesh(params)]
+
+
+def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[object, list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    return list(groups.values())

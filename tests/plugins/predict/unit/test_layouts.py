@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,14 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
 from harness.matrix.dims.fsdp import fsdp_units
-from harness.matrix.linears import active_parameter_count, parameter_count
+from harness.matrix.linears import (
+    OUTPUT_FQN,
+    active_parameter_count,
+    linear_features,
+    linear_fqns,
+    linear_name,
+    parameter_count,
+)
 from harness.matrix.models import MODELS, training
 from harness.plugins.predict.cost import flops_per_token, memory
 from harness.plugins.predict.gains import predicted_gains
@@ -134,8 +142,10 @@ def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     replicated = [weight for unit in fsdp_units(case, 0) for weight in unit.weights if "norm" in weight.fqn]
     repeated = (case.layout.tp - 1) * sum(weight.rows for weight in replicated)
     if not case.model.bias:  # biases of rowwise linears are on every TP rank
-        states = case.train.update.states * item * (parameter_count(case) + repeated)
-        assert sum(moment.optimizer for moment in moments) == states
+        update, linears = case.train.update, [fqn for fqn in linear_fqns(case) if fqn != OUTPUT_FQN]
+        matrices = sum(math.prod(linear_features(case, linear_name(fqn))) for fqn in linears)
+        states = update.states * (parameter_count(case) + repeated - matrices) + update.of_linears * matrices
+        assert sum(moment.optimizer for moment in moments) == states * item
     assert all(moment.peak >= moment.before_backward >= moment.state for moment in moments)
     assert moments[0].optimizer == max(moment.optimizer for moment in moments)
 

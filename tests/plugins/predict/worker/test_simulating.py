@@ -49,8 +49,9 @@ def held(engine: Cluster, case: Case) -> Verification:
             case_of("debugmodel", tp=4, dp_shard=16, recipe="rowwise", checkpointing="selective_op", vocab_size=2250)
         ),
         sweep(case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", optimizer="sgd")),
+        sweep(case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", optimizer="muon")),
     ],
-    ids=["8b", "hsdp", "tied", "rowwise", "sgd"],
+    ids=["8b", "hsdp", "tied", "rowwise", "sgd", "muon"],
 )
 def test_64_ranks(engine: Cluster, case: Case) -> None:
     verification = held(engine, case)
