@@ -7,7 +7,9 @@ Weights are written into a built model by the harness. A rank writes the part of
 Rows that pad the vocabulary are zero.
 """
 
+import functools
 import hashlib
+import math
 from collections import Counter
 
 import numpy as np
@@ -68,9 +70,13 @@ def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int, bound: float | N
     to the negative side, so that a missing abs is found, and with one negative outlier per shard on the diagonal, so
     that a local amax is found. Leading dims of other tensors count as rows.
     """
+    return (_made if math.prod(shape) > _KEPT_SIZE else _kept)(fqn, shape, seed, bound)
+
+
+def _made(fqn: str, shape: tuple[int, ...], seed: int, bound: float | None) -> Weights:
     if len(shape) < 2 and not fqn.endswith("bias"):
         return np.ones(shape, dtype=np.float32)
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     words = _stream(seed, f"weight/{fqn}").random_raw((count + 1) // 2).view(np.uint32)[:count]
     unit = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-23) - np.float32(1)  # [-1, 1), exact
     if len(shape) < 2:
@@ -84,6 +90,8 @@ def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int, bound: float | N
     return (unit * np.float32(_bound(columns) if bound is None else bound)).astype(np.float32).reshape(shape)
 
 
+_KEPT_SIZE = 1 << 18
+_kept = functools.lru_cache(maxsize=128)(_made)  # ranks inherit what the warm-up has made, and nobody writes into it
 _BIAS = 2.0**-4  # not zero, so that a shard of a bias in the wrong place is a wrong number from the first step on
 
 
