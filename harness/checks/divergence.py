@@ -29,7 +29,14 @@ from harness.matrix.case import Case
 from harness.matrix.dims.pp import holds, stage_of, stages_of
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import OUTPUT_FQN
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, has_plain_shards, sums_in_order
+from harness.matrix.numerics import (
+    VIRTUAL_DEVICE,
+    Numerics,
+    activations_differ,
+    averages_gradients,
+    has_plain_shards,
+    sums_in_order,
+)
 from harness.promises import Limit
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
@@ -253,7 +260,7 @@ class _Comparison:
         Ranks divide by it too, or leave that to FSDP2, which averages gradients of parameters: the first tells. Those
         of a Llama divide by all tokens.
         """
-        if self._has_formulas:
+        if self._has_formulas and not averages_gradients(self._case):
             return 1.0
         for key, occurrence in self._casts[0]:
             expected = self._witness_casts.get((key, occurrence))

@@ -12,9 +12,9 @@ from functools import partial
 from harness.checks.assembly import largest, same_number
 from harness.checks.casts import Broken, CastRules, Source, implied_source, inverse, of_steps, on_ranks
 from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule
-from harness.expect.compiled import rounding
 from harness.expect.expectations import CASTS, Expectations
 from harness.expect.model import CompiledCasts
+from harness.expect.module_replay import rounding
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.recipes import E5M2, FLOAT8_MAX

@@ -2,7 +2,7 @@
 
 Async TP that fuses nothing is slow without an error, and a wrong fused operator is fast without an error. So executed
 fusions are counted against `matrix/dims/tp.py`, and the probe compares every fused operator with its unfused form, and
-all that inductor generates code for with the operators of the graph (`expect/compiled.py` has the limits).
+all that inductor generates code for with the operators of the graph (`expect/module_replay.py` has the limits).
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
 from harness.checks.comparison import Compared, first_wrong
-from harness.expect.compiled import allowed_distance, allowed_row, reduced_distance
 from harness.expect.expectations import FUSION, Expectations
+from harness.expect.module_replay import allowed_in_code, allowed_row, reduced_distance
 from harness.matrix.case import Case
 from harness.matrix.dims.tp import fusion_candidates
 from harness.matrix.layout import coordinates
@@ -204,7 +204,7 @@ def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     """Yield the first tensor of generated code that is too far off, in execution order: no other is its reason."""
     compared: list[Compared] = []
     for result in recorded.generated:
-        limit = allowed_distance(case, result, emulated=recorded.emulates_roundings)
+        limit = allowed_in_code(case, result, emulated=recorded.emulates_roundings)
         whole = Compared(GENERATED, result.step, result.distance, limit, result.fqn, of=result)
         row = whole._replace(distance=result.farthest_row, allowed=allowed_row(case, result, limit))
         compared.append(whole if row.good or not whole.good else row)

@@ -19,6 +19,7 @@ from harness.expect.memory import (
     describes,
     expected_live,
     expected_scalars,
+    in_buckets,
     undescribed,
 )
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
@@ -174,8 +175,8 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     """For every moment the first step in which a storage is alive too much or too little."""
     alive = _census(trace)
     for moment, when in MOMENTS.items():
-        expected = expected_live(expect.case, rank=trace.rank, moment=moment)
         for step in range(1, expect.case.train.steps + 1):
+            expected = expected_live(expect.case, rank=trace.rank, moment=moment, step=step)
             live = alive.get((moment, step))
             if live is None:
                 yield NO_SCAN.finding(when=when, step=step, expected="one", found="none")
@@ -218,15 +219,18 @@ SHRINKS = _leaks("shrinks", "live memory shrinks {when}", key=("when",))
 )
 def check_leaks(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Does a later step have anything more or less alive than the second?"""
-    return merge_ranks(run, lambda trace: _changes(trace, steps=case.train.steps))
+    return merge_ranks(run, lambda trace: _changes(case, trace))
 
 
-def _changes(trace: RankTrace, *, steps: int) -> Iterator[Finding]:
-    """For every moment the first step that has something else alive than the second."""
-    alive = _census(trace)
+def _changes(case: Case, trace: RankTrace) -> Iterator[Finding]:
+    """For every moment the first step that has something else alive than the second, but buckets."""
+    alive = {
+        (moment, step): replace(live, tensors=tuple(_beyond(live.tensors, in_buckets(case, step, moment))))
+        for (moment, step), live in _census(trace).items()
+    }
     for moment, when in MOMENTS.items():
         first = alive.get((moment, SETTLED))
-        for step in range(SETTLED, steps + 1):
+        for step in range(SETTLED, case.train.steps + 1):
             live = alive.get((moment, step))
             if first is None or live is None:
                 yield NO_SCAN_OF_LEAKS.finding(when=when, step=step, expected="one", found="none")

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.dims.ddp import alive
 from harness.matrix.dims.fsdp import Unit, fsdp_units
 from harness.matrix.dims.pp import blocks_of_stage, ends_are_one, expert_layers_of, forwards_in_flight, modules_of_stage
 from harness.matrix.linears import (
@@ -380,12 +381,13 @@ def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
 
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
-def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
-    """Return the storages that are alive on `rank` at this moment of every step."""
+def expected_live(case: Case, *, rank: int, moment: Moment, step: int = 2) -> tuple[LiveStorage, ...]:
+    """Return the storages that are alive on `rank` at this moment of a step."""
     if moment == "step":
-        return tuple(_counts_of_tokens(case))
+        return (*_counts_of_tokens(case), *in_buckets(case, step, moment))
     return (
         *_counts_of_tokens(case),
+        *in_buckets(case, step, moment),
         _logits(case, rank),
         *_generator_states(case),
         *(_gathered(case, rank) if case.uses_fsdp else ()),
@@ -397,6 +399,12 @@ def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
     for layer in case.model.expert_layers:
         purpose = f"the counts of tokens of layers.{layer}.moe"
         yield LiveStorage(dtype="int64", nbytes=case.model.experts * ITEM_BYTES["int64"], purpose=purpose)
+
+
+def in_buckets(case: Case, step: int, moment: Moment) -> Iterator[LiveStorage]:
+    """Yield what DDP keeps at this moment of a step."""
+    for dtype, elements in alive(case, age=case.train.age(step), moment=moment):
+        yield LiveStorage(dtype=dtype, nbytes=elements * ITEM_BYTES[dtype], purpose="a bucket of DDP")
 
 
 def _logits(case: Case, rank: int) -> LiveStorage:

@@ -12,7 +12,7 @@ from harness.matrix.case import Case
 from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import Sender, Transfer, repeated
 from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
-from harness.matrix.dims.pp import blocks_of, expert_layers_of, holds, votes
+from harness.matrix.dims.pp import blocks_of, expert_layers_of, holds
 from harness.matrix.layout import EXPERT_AXES, SHARD_AXES, coordinates, group_name
 from harness.matrix.linears import (
     EMBEDDING,
@@ -29,7 +29,7 @@ from harness.trace.counts import ExpertCall
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """Return all collectives of `rank` in `step` (1-based) but `votes`, with these upstream changes.
+    """Return the collectives of `rank` in `step` (1-based) but those `of_age`, with these upstream changes.
 
     Every later step equals step 2.
     """
@@ -47,13 +47,17 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
 def sent(case: Case, rank: int, step: int, changes: Changes, calls: Iterable[ExpertCall]) -> tuple[Transfer, ...]:
     """Return all collectives of `rank` in `step`. `calls`: of its experts, which decide what returns."""
     transfers = expected_transfers(case, step=min(step, 2), rank=rank, changes=changes)
-    return (*transfers, *votes(Sender(case, rank, step, changes)), *sent_back(case, calls))
+    return (*transfers, *_of_age(Sender(case, rank, step, changes)), *sent_back(case, calls))
 
 
 def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """Return the same with `votes`, and what experts send back where tokens are spread evenly."""
+    """Return the same where tokens are spread evenly over experts."""
     transfers = expected_transfers(case, step=step, rank=rank, changes=changes)
-    return (*transfers, *votes(Sender(case, rank, step, changes)), *sent_back_if_balanced(case, rank))
+    return (*transfers, *_of_age(Sender(case, rank, step, changes)), *sent_back_if_balanced(case, rank))
+
+
+def _of_age(of: Sender) -> Iterator[Transfer]:
+    return (term for one in DIMENSIONS for term in one.of_age(of))
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:

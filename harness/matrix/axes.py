@@ -38,6 +38,7 @@ SCOPE = (
     OutOfScope("a mixture of experts", "the built-in Llama has one: write experts, top_k and ep in a case"),
     OutOfScope("pipeline parallelism", "the built-in Llama has it: write pp, schedule and accumulation in a case"),
     OutOfScope("context parallelism", "the built-in Llama has it: write cp and sequence_order in a case"),
+    OutOfScope("DDP", "the built-in Llama has it, in float32 and float64: write dp_replicate in a case"),
     OutOfScope(
         "expert tensor parallelism",
         "each expert is on one EP rank, and TP shards the other linears only",
@@ -69,7 +70,6 @@ SCOPE = (
     OutOfScope(
         "ZeRO stage 1 or 2", "it keeps whole parameters on every rank; FSDP2 stands for stage 3, which shards them"
     ),
-    OutOfScope("DDP", "replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded", r"ddp\d*"),
     OutOfScope("float16", "float8 training is for models in bfloat16 or float32", r"f16|fp16|float16|half"),
     OutOfScope("LoRA", "frozen weights with adapters need a case that does not train every weight"),
     OutOfScope("another compiler", "blocks are compiled by torch.compile, or not at all"),

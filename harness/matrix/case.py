@@ -205,6 +205,10 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         """Return the step after which the state is saved and loaded; None if the run is not resumed."""
         return None if self.resume == "none" else self.steps // 2
 
+    def age(self, step: int) -> int:
+        """Return the number of a step since its target was built."""
+        return step - self.resumed_after if self.resumed_after and step > self.resumed_after else step
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.lr):
             raise ValueError(f"lr {self.lr} is not a finite number")
@@ -391,7 +395,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     @property
     def uses_fsdp(self) -> bool:
         """Return True if FSDP2 is applied: to shard, or on one data-parallel rank only for its mixed precision."""
-        return self.layout.dp > 1 or self.train.dtype == "bfloat16"
+        return not self.layout.is_ddp and (self.layout.dp > 1 or self.train.dtype == "bfloat16")
 
     @property
     def gathers_float8(self) -> bool:

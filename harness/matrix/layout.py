@@ -23,7 +23,7 @@ _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
 
 
 class Mesh(CaseStruct, frozen=True, kw_only=True):
-    """The degrees of the axes of a mesh, the outermost first. `dp_replicate` > 1 with `dp_shard` > 1 is HSDP."""
+    """The degrees of the axes of a mesh, the outermost first. With `dp_shard` `dp_replicate` is HSDP, alone DDP."""
 
     pp: Annotated[
         Degree, _axis("number of pipeline stages", number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"))
@@ -31,11 +31,11 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
     dp_replicate: Annotated[
         Degree,
         _axis(
-            "HSDP: number of replicas",
+            "HSDP, DDP: number of replicas",
             flag("single", "one rank"),
             number("fsdp{dp_shard}", "fsdp4", "FSDP2 over {0} ranks"),
             number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
-            number("ddp{dp_replicate}", "ddp2", "{0} replicas without shards: DDP, which is excluded"),
+            number("ddp{dp_replicate}", "ddp2", "DDP over {0} ranks"),
         ),
     ] = 1
     dp_shard: Annotated[Degree, _axis("FSDP2 degree: ranks that shard every parameter", everyday=True)] = 1
@@ -53,6 +53,11 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
     def dp(self) -> int:
         """Data-parallel ranks: how many train on different tokens. Those of `cp` share sequences."""
         return ranks_of(self.mesh, DP_AXES)
+
+    @property
+    def is_ddp(self) -> bool:
+        """Return True if ranks have whole replicas of all parameters, and add up gradients alone."""
+        return self.dp_replicate > 1 and self.dp_shard == 1
 
     @property
     def world_size(self) -> int:

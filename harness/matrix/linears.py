@@ -202,6 +202,11 @@ def active_parameter_count(case: Case) -> int:
     return parameter_count(case) - (experts - experts * model.top_k // model.experts if model.experts else 0)
 
 
+def copies_of_weights(case: Case) -> frozenset[str]:
+    """Return the parameters that a pipeline has besides those of the embedding, though they are the same weights."""
+    return frozenset({f"{OUTPUT_FQN}.weight"} if case.model.tied else ())
+
+
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
     """Return the (in_features, out_features) of a linear on this rank; chunks of a vocabulary may be uneven."""
     return _local(name, linear_features(case, name), case.layout.tp, rank % case.layout.tp)

@@ -36,7 +36,7 @@ def sums_in_order(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     layout = case.layout
     if clips_by_a_rounded_norm(case):
         return False
-    if layout.tp > 1 or (layout.dp_replicate > 1 and case.train.reduce_dtype != "bfloat16"):
+    if layout.tp > 1 or (layout.dp_replicate > 1 < layout.dp_shard and case.train.reduce_dtype != "bfloat16"):
         return False
     return all(numerics.has_one_order(layout.mesh[axis]) for axis in DP_AXES)
 
@@ -44,6 +44,11 @@ def sums_in_order(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
 def activations_differ(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     """True if ranks add up activations, or their gradients, in another order than one rank does: from step 1 on."""
     return case.layout.tp > 1 or not numerics.has_one_order(case.layout.cp)
+
+
+def averages_gradients(case: Case) -> bool:
+    """Return True if ranks may divide their loss by their own tokens alone, and gradients when they add them up."""
+    return case.layout.is_ddp or not is_llama(case.target)
 
 
 def has_plain_shards(case: Case) -> bool:

@@ -69,6 +69,7 @@ def test_the_matrix_tiers_hold_every_layout_of_the_project(tier: str) -> None:
     layouts = {
         *((1, 1, tp) for tp in (1, 2, 4, 8)),
         *((1, shard, 1) for shard in (2, 3, 4, 5, 6, 8)),
+        *((2, 1, 1), (4, 1, 1)),
         *((2, 2, 1), (2, 4, 1), (4, 2, 1)),
         *((1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 2, 2)),
     }

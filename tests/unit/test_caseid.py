@@ -137,7 +137,7 @@ def test_every_word_has_a_meaning_and_names_axes() -> None:
         ("mxfp4", "leave it out: MX formats other than MXFP8 is out of scope: "),
         ("nvfp4", "leave it out: NVFP4 is out of scope: "),
         ("delayed", "leave it out: delayed scaling is out of scope: "),
-        ("ddp", "leave it out: DDP is out of scope: "),
+        ("ddp", "see `fp8-harness explain --list ids`."),
         ("etp2", "leave it out: expert tensor parallelism is out of scope: "),
         ("compile", "did you mean graph or inductor?"),
         ("llama3-8b-layer", "did you mean llama3.8b.layer?"),
@@ -171,11 +171,11 @@ def test_a_hint_for_a_damaged_word_names_words_of_its_kind(word: Word, data: st.
     assert {other.part for token in suggested for other in WORDS if other.pattern.fullmatch(token)} <= {part}
 
 
-def test_what_is_out_of_scope_is_named_and_no_axis_and_no_word_but_ddp_is() -> None:
+def test_what_is_out_of_scope_is_named_and_no_axis_and_no_word_is() -> None:
     with pytest.raises(HarnessError, match=r"FSDP1 is out of scope: .* Fix: write single-bf16-v2048-f32"):
         parse_case_id("fsdp1-bf16-v2048-f32")
     assert [name for name in AXES if out_of_scope(name)] == []
-    assert [word.example for word in WORDS if out_of_scope(word.example)] == ["ddp2"]
+    assert [word.example for word in WORDS if out_of_scope(word.example)] == []
     assert all(feature.text.startswith(feature.name) for feature in SCOPE)
     with pytest.raises(HarnessError, match=r"unknown axis 'delayed_scaling'\. Fix: leave it out: delayed scaling"):
         known_axis("delayed_scaling")

@@ -22,6 +22,7 @@ from harness.checks.memory import (
 from harness.expect.memory import converted_linears, expected_live, expected_saved, expected_scalars, forward_maxima
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.dims.ddp import alive
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, rules, run_of, saved_as
@@ -223,4 +224,5 @@ def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
     tensors_of_blocks = (9 + 7 * case.model.bias) * case.model.shape.layers + (not case.model.tied)  # the embedding
     kept = {"always": 0, "default": 2, "never": 2 + tensors_of_blocks}[case.layout.reshard_after_forward]
-    assert len(live) == 1 + wrapped + kept * case.uses_fsdp
+    buckets = len(list(alive(case, age=2, moment="forward")))
+    assert len(live) == 1 + wrapped + kept * case.uses_fsdp + buckets

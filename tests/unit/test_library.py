@@ -65,7 +65,7 @@ def test_what_ranks_cannot_import_is_a_type_error_with_a_fix(given: Any, words: 
         ("fsdp2", {}, r'this is no list of layouts. Fix: write layouts=\["fsdp2"'),
         ([], {}, "this is no list of layouts"),
         (["fsdp2", "tq2"], {}, "'tq2'"),
-        (["ddp2"], {}, r"layout ddp2: rule replicate_needs_shard excludes it: .*\. Fix: .*change dp_replicate \(to 1"),
+        (["ddp2"], {}, r"layout ddp2: rule ddp_of_reference excludes it: .*\. Fix: .*change dp_replicate \(to 1"),
         (["fsdp2"], {"recipe": "rowwize"}, "did you mean rowwise"),
         (["fsdp2"], {"dtyp": "float64"}, "unknown axis 'dtyp'.*dtype"),
     ],

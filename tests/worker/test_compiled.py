@@ -28,7 +28,7 @@ from harness.checks.memory import KEPT, NO_MARKS, check_leaks, check_live_memory
 from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
 from harness.checks.traffic import check_traffic
 from harness.engine.fork_server_engine import ForkServerEngine
-from harness.expect.compiled import allowed_distance
+from harness.expect.module_replay import allowed_in_code
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
@@ -242,7 +242,7 @@ def recorded() -> GraphTrace:
 
 def too_far(trace: GraphTrace) -> list[GeneratedResult]:
     return [
-        result for result in trace.generated if not result.distance <= allowed_distance(CASE, result, emulated=False)
+        result for result in trace.generated if not result.distance <= allowed_in_code(CASE, result, emulated=False)
     ]
 
 

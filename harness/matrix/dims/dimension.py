@@ -6,7 +6,6 @@ harness adds up what dimensions state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -49,7 +48,7 @@ def repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
         yield msgspec.structs.replace(term, times=term.times * times, least=least)
 
 
-class Sender(NamedTuple):
+class Sender(msgspec.Struct, frozen=True):
     """One rank in one step (1-based) of a case, with these changes of upstream."""
 
     case: Case
@@ -69,13 +68,15 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     """A way to share work.
 
     Of a step `of_microbatch` is sent for every microbatch, `of_reduction` wherever gradients are reduced, `of_step`
-    once. `alone`: values of axes that the single rank of a reference keeps, because it repeats what ranks of this
-    dimension do one after another; without, it computes at once what all of them do.
+    once, the same in every step from the second on. What depends on more of the past is `of_age`. `alone`: values of
+    axes that the single rank of a reference keeps, because it repeats what ranks of this dimension do one after
+    another; without, it computes at once what all of them do.
     """
 
     name: str
     of_microbatch: Terms = _nothing
     of_reduction: Terms = _nothing
     of_step: Terms = _nothing
+    of_age: Terms = _nothing
     excluded: Excluded = {}
     alone: Callable[[Case], Mapping[str, object]] = lambda _: {}

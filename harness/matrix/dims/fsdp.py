@@ -135,7 +135,7 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
 
     Gradients are summed (`set_gradient_divide_factor(1)`) in the reduce dtype.
     """
-    for unit in fsdp_units(case, rank):
+    for unit in fsdp_units(case, rank) if case.uses_fsdp else ():
         shard, send = unit.shard_elements, partial(Transfer, dtype=case.reduce_dtype, op="sum")
         purpose = f"gradients of {unit.name}"
         yield send("dp_replicate", "all_reduce", elements=shard, purpose=purpose)

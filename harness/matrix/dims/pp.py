@@ -8,7 +8,6 @@ One rank computes all stages at once. But tied ends are two copies, and each has
 """
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from harness.matrix.case import Case
@@ -24,11 +23,6 @@ _LAST = ("norm", OUTPUT_FQN)
 def ends_are_one(case: Case) -> bool:
     """True if embedding and output layer have one parameter: tied ends of a pipeline are copies of one another."""
     return case.model.tied and case.layout.pp == 1
-
-
-def copies_of_weights(case: Case) -> frozenset[str]:
-    """Return the parameters that a pipeline has besides those of the embedding, though they are the same weights."""
-    return frozenset({f"{OUTPUT_FQN}.weight"} if case.model.tied else ())
 
 
 def stage_count(layout: Layout) -> int:
@@ -113,10 +107,9 @@ def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
         return dict.fromkeys(stages, case.train.accumulation if layout.pp > 1 else 1)
     behind = layout.pp - 1 - _coordinate(case, rank)
     forwards = (len(stages) - 1) * layout.pp + behind * len(stages) + 1
-    turns = Counter(
-        stages[step // layout.pp % len(stages)] for step in range(min(forwards, len(stages) * case.train.accumulation))
-    )
-    return {stage: turns[stage] for stage in stages}
+    steps = range(min(forwards, len(stages) * case.train.accumulation))
+    turns = [stages[step // layout.pp % len(stages)] for step in steps]
+    return {stage: turns.count(stage) for stage in stages}
 
 
 def expert_layers_of(case: Case, rank: int) -> tuple[int, ...]:
@@ -150,7 +143,7 @@ def _gradients_of_ends(case: Case, rank: int) -> Iterator[Transfer]:
 def votes(of: Sender) -> Iterator[Transfer]:
     """Stages that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
     case, rank = of.case, of.rank
-    is_new = of.step in (1, (case.train.resumed_after or 0) + 1)
+    is_new = case.train.age(of.step) == 1
     if case.layout.pp == 1 or not (is_new or case.train.evaluate):
         return
     if STAGES_VOTE_TOGETHER in of.changes:
@@ -169,6 +162,7 @@ PP = Dimension(
     name="pp",
     of_microbatch=lambda of: _between_stages(of.case, of.rank),
     of_step=lambda of: _gradients_of_ends(of.case, of.rank),
+    of_age=votes,
     excluded={
         "microbatches_fill_pipeline": (("pp", "accumulation"), lambda case: case.train.accumulation % case.layout.pp),
         "stages_have_blocks": (

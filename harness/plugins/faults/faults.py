@@ -19,7 +19,7 @@ from harness.hints import LIST_FAULTS
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.rules import expected_refusal
+from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.selector import parse_selector
 from harness.registry import REFERENCE, is_llama
 from harness.verdict import Finding
@@ -157,11 +157,17 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def applies(self, case: Case) -> bool:
         """Return True if the fault can be injected into this case and has its effect there.
 
-        A case with compiled blocks, a pipeline or context parallelism takes only scopes that name this axis: compiled
-        blocks do not call what other faults patch, and in the other two their effect was not measured.
+        A case with compiled blocks, a pipeline, context parallelism or DDP takes only scopes that name this axis (of
+        DDP `dp_shard`): compiled blocks do not call what other faults patch, and in others their effect was not
+        measured.
         """
         layout = case.layout
-        own = (("compile", case.compile != "none"), ("pp", layout.pp > 1), ("cp", layout.cp > 1))
+        own = (
+            ("compile", case.compile != "none"),
+            ("pp", layout.pp > 1),
+            ("cp", layout.cp > 1),
+            ("dp_shard", layout.is_ddp),
+        )
         to_name = {axis for axis, is_on in own if is_on}
         scopes = map(parse_selector, self.where)
         return self.fits(case.target) and any(
@@ -172,13 +178,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class HostKind(NamedTuple):
     """What decides how sharply a host case is checked: sums in another order, and how much they round."""
 
-    layout: str  # pipeline, TP, HSDP, FSDP2, one rank
+    layout: str  # pipeline, TP, DDP, HSDP, FSDP2, one rank
     dtype: str
 
 
 def host_kind(case: Case) -> HostKind:
     layout = case.layout
-    degrees = {"pipeline": layout.pp, "TP": layout.tp, "HSDP": layout.dp_replicate, "FSDP2": layout.dp_shard}
+    replicated = "DDP" if layout.is_ddp else "HSDP"
+    degrees = {"pipeline": layout.pp, "TP": layout.tp, replicated: layout.dp_replicate, "FSDP2": layout.dp_shard}
     return HostKind(next((kind for kind, degree in degrees.items() if degree > 1), "one rank"), case.train.dtype)
 
 
@@ -206,8 +213,9 @@ def host_ids() -> tuple[str, ...]:
 
 @functools.cache
 def all_hosts() -> tuple[Case, ...]:
-    """Return the host cases of the catalogue, each followed by the same case in bfloat16."""
-    return tuple(host for case in map(parse_case_id, host_ids()) for host in (case, _in_bfloat16(case)))
+    """Return the host cases of the catalogue, each followed by the same case in bfloat16 where that can train."""
+    hosts = (host for case in map(parse_case_id, host_ids()) for host in (case, _in_bfloat16(case)))
+    return tuple(host for host in hosts if not exclusions(host))
 
 
 def _in_bfloat16(case: Case) -> Case:

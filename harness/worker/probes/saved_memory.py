@@ -113,6 +113,7 @@ class Census:
         explained = {weak.cdata for weak in (*saved, *self._data) if not weak.expired()}
         explained -= _storages(gathered)  # backward reads some of them
         explained |= _storages(self._owned(self._model, managed, gathered))
+        _ = [param.grad for param in self._model.parameters()]  # Python lists a tensor of C++ once it has seen it
         unexplained = self._alive(explained)
         large = [live for live in unexplained if live.nbytes > live.tensor.element_size()]
         holders = _holders(self._model) if large else {}

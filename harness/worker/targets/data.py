@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case, Model
-from harness.matrix.dims.pp import copies_of_weights
-from harness.matrix.linears import EMBEDDING
+from harness.matrix.linears import EMBEDDING, copies_of_weights
 from harness.worker.tensors.names import clean_fqn
 from harness.worker.tensors.places import local_shard, part_at, place_of
 from harness.worker.tensors.reduction import with_other_ranks

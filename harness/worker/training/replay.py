@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Checkpointing
-from harness.matrix.dims.pp import copies_of_weights
-from harness.matrix.numerics import replayed_steps
-from harness.registry import is_llama
+from harness.matrix.linears import copies_of_weights
+from harness.matrix.numerics import averages_gradients, replayed_steps
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import ModuleTensorKind
@@ -36,7 +35,7 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     case = msgspec.structs.replace(request.case, checkpointing=Checkpointing(), compile="none")
     prepared = prepare(case, device, solo_witness=True)
     model = prepared.target.model
-    dp = 1 if is_llama(case.target) else case.layout.dp
+    dp = case.layout.dp if averages_gradients(case) else 1
     watching = Replay(assembled(case, request.replayed, device), dp, case.layout.cp)
     products = ScaledProducts()
     watching.attach(model, case, products, compiled=request.case.compile != "none")

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import resumed_in
-from harness.matrix.dims.pp import copies_of_weights
 from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
+from harness.matrix.linears import copies_of_weights
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed, State, StateChange

@@ -17,7 +17,7 @@ FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "A": ("amax",),
     "B": ("stale",),
     "C": ("conversion",),
-    "D": ("communication", "conversion", "pipelines"),
+    "D": ("communication", "conversion", "pipelines", "replicas"),
     "E": ("execution",),
     "F": ("execution",),
     "G": ("training", "loss", "conversion", "muon"),

@@ -41,6 +41,7 @@ from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import (
     Meshes,
     apply_checkpointing,
+    apply_ddp,
     apply_ep,
     apply_fsdp,
     apply_tp,
@@ -124,13 +125,14 @@ class Distributed(NamedTuple):
     parts: Sequence[Llama] = ()
     context: Cut | None = None
     ends: CopiedEnds | None = None
+    replicas: nn.parallel.DistributedDataParallel | None = None  # what is called in place of the model
 
 
 class ReferenceTarget:
     def __init__(
         self, case: Case, built: Distributed, optimizers: Sequence[torch.optim.Optimizer], meshes: Meshes
     ) -> None:
-        self.model, parts, self.context, self._ends = built
+        self.model, parts, self.context, self._ends, self._replicas = built
         self.optimizers = optimizers
         self._case = case
         self._meshes = meshes
@@ -147,7 +149,8 @@ class ReferenceTarget:
         batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
         if self._pipeline is None:
-            losses = [share_of_loss(self.model, self.cut(batch), self._case, tokens) for batch in batches]
+            called = self._replicas or self.model
+            losses = [share_of_loss(called, self.cut(batch), self._case, tokens) for batch in batches]
         else:
             losses = self._in_stages(self._pipeline.evaluate, batches, tokens)
         self.model.train()
@@ -170,7 +173,7 @@ class ReferenceTarget:
             moe.tokens_per_expert.zero_()
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=self._replicas is None)  # they stay parts of buckets
         after_optimizer_step(self.model, self._case.float8)
         return loss, norm
 
@@ -178,12 +181,24 @@ class ReferenceTarget:
         """Return the shares of the loss of all microbatches, whose gradients are added up."""
         if self._pipeline is not None:
             return self._in_stages(self._pipeline.train, batches, tokens)
+        if self._replicas is not None:
+            return self.backward_of_replicas(self._replicas, batches, tokens)
         losses = []
         for number, batch in enumerate(batches, start=1):
             if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
                 self.model.set_requires_gradient_sync(number == len(batches))
             losses.append(share_of_loss(self.model, self.cut(batch), self._case, tokens, backward=True))
         return losses
+
+    def backward_of_replicas(
+        self, replicas: nn.parallel.DistributedDataParallel, batches: Sequence[Batch], tokens: int
+    ) -> Sequence[torch.Tensor]:
+        """DDP averages gradients behind the last microbatch, so a rank divides its loss by its share of the tokens."""
+        ranks, (*others, last) = self._case.layout.dp, batches
+        with replicas.no_sync():
+            losses = [share_of_loss(replicas, batch, self._case, tokens / ranks, backward=True) for batch in others]
+        losses.append(share_of_loss(replicas, last, self._case, tokens / ranks, backward=True))
+        return [loss / ranks for loss in losses]
 
     def _in_stages(
         self, run: Callable[[Sequence[Batch]], list[torch.Tensor]], batches: Sequence[Batch], tokens: int
@@ -264,6 +279,8 @@ def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.de
         from harness.worker.targets.reference.compiled import apply_compile
 
         apply_compile(model, meshes.tp, case)
+    if case.layout.is_ddp and meshes.dp is not None:
+        return Distributed(model, replicas=apply_ddp(model, meshes.dp, case))
     parts = [] if meshes.pp is None else cut(model, case, dist.get_rank())
     for part in parts or [model]:
         if meshes.dp is not None:

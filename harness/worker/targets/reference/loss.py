@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.matrix.case import Case
-from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import IGNORED
 from harness.worker.tensors.reduction import of_all_ranks
 
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
-def share_of_loss(model: Llama, batch: Batch, case: Case, tokens: int, *, backward: bool = False) -> torch.Tensor:
+def share_of_loss(model: nn.Module, batch: Batch, case: Case, tokens: float, *, backward: bool = False) -> torch.Tensor:
     """Return one batch's share of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
     with sharded_logits(case):
         logits = mask_padded_vocab(model(batch.inputs), case)

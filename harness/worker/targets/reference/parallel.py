@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 from harness.matrix.case import Case, Checkpointing, Layout
+from harness.matrix.dims.ddp import BUCKET_BYTES, has_static_graph
 from harness.matrix.layout import REST, SEQUENCE_AXES, device_mesh
 from harness.worker.targets.reference.loss import summed_over
 from harness.worker.targets.reference.model import Llama
@@ -123,6 +124,8 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
     if layout.dp == 1 and not world.fsdp:
         return meshes
     replicas = ["dp_replicate"] * (layout.dp_replicate > 1)
+    if layout.is_ddp:
+        return meshes._replace(dp=mesh["dp_replicate"])
     return meshes._replace(dp=mesh[(*replicas, REST)], of_experts=mesh[(*replicas, "efsdp" if layout.ep > 1 else REST)])
 
 
@@ -219,6 +222,17 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+
+
+def apply_ddp(model: Llama, mesh: DeviceMesh, case: Case) -> nn.parallel.DistributedDataParallel:
+    """Return what is called in place of the model. Gradients are parts of buckets."""
+    return nn.parallel.DistributedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        bucket_cap_mb=BUCKET_BYTES >> 20,
+        gradient_as_bucket_view=True,
+        static_graph=has_static_graph(case),
+    )
 
 
 def share_weights(one: nn.Module, other: nn.Module) -> bool:
