@@ -1,4 +1,4 @@
-"""The MXFP8 casts of an SM 10.0 GPU on a CPU: torchao's own operators, with the bodies of their kernels in torch.
+"""The casts of blocks of a GPU on a CPU: torchao's own operators, with the bodies of their kernels in torch.
 
 torchao defines these operators, their fake kernels and their sharding rules where it finds such a GPU. It is imported
 as if there were one: sizes, dtypes, strides, assertions and placements are torchao's. What the kernels compute is its
@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from harness.matrix.recipes import SLICE, SQUARE, Block
 from harness.worker.process.process import PROCESS
 
 Body = Callable[..., None]
@@ -161,6 +162,7 @@ _PRETENDED: Mapping[str, object] = {
     "torch.cuda.is_available": _yes,
     "torch.cuda.get_device_capability": lambda *_: (10, 0),
     "torch.utils._triton.has_triton": _yes,
+    "torchao.utils.is_sm_at_least_90": _yes,
     "torchao.utils.is_sm_at_least_100": _yes,
     "torchao.utils.is_cuda_version_at_least": _yes,
     "torch.library.triton_op": operator_of_triton,
@@ -385,8 +387,9 @@ def install() -> None:
         return
     if CASTS in sys.modules:
         raise RuntimeError(f"{CASTS} was imported before the virtual device. Fix: import it in `build`, or later.")
-    with pretended_gpu(BODIES):
-        importlib.import_module(CASTS)
+    for module, (_, bodies) in MODULES.items():
+        with pretended_gpu(bodies):
+            importlib.import_module(module)
     PROCESS.keep("casts")
     PROCESS.keep(_EXPERTS, install_for_experts())
 
@@ -409,8 +412,44 @@ def _swizzle(*, scale_ptr: torch.Tensor, output_ptr: torch.Tensor, **given: Any)
     output_ptr.view(-1).copy_(to_blocked(scale_ptr[: given["scale_rows"], : given["scale_cols"]]))
 
 
-BODIES: dict[str, Callable[..., None]] = {
-    "to_mxfp8_dim0_kernel": _cast_rows,
-    "to_mxfp8_dim1_kernel": _cast_columns,
-    "triton_scale_swizzle": _swizzle,
+# Blockwise float8: scales are float32, of activations for 128 contracted values, of weights for 128 x 128.
+BLOCKWISE = "torchao.prototype.blockwise_fp8_training.linear"
+
+
+def _cast_blocks(block: Block, *, transposes: bool = False) -> Body:
+    """Return a kernel that casts [rows, columns] in such blocks. Triton widens bfloat16 where it compares."""
+    rows, length = block
+
+    def body(*, x_ptr: Tensor, y_ptr: Tensor, s_ptr: Tensor, **constants: Any) -> None:
+        values, limit = x_ptr.float(), constants["FP8_MAX"]
+        blocks = values.unflatten(0, (-1, rows)).unflatten(-1, (-1, length))
+        scale = (limit / blocks.abs().amax((1, 3)).clamp(min=constants["EPS"]).double()).float()
+        factors = scale.repeat_interleave(rows, 0).repeat_interleave(length, 1)
+        data = (values * factors).clamp_(-limit, limit).to(y_ptr.dtype)
+        y_ptr.copy_(data.t() if transposes else data)
+        s_ptr.copy_((scale.t() if transposes else scale).reciprocal())
+
+    return body
+
+
+# The GPUs on which each of these modules defines its operators, and the bodies of their kernels in Triton.
+MODULES: dict[str, tuple[tuple[int, int], dict[str, Body]]] = {
+    CASTS: (
+        (10, 0),
+        {
+            "to_mxfp8_dim0_kernel": _cast_rows,
+            "to_mxfp8_dim1_kernel": _cast_columns,
+            "triton_scale_swizzle": _swizzle,
+        },
+    ),
+    BLOCKWISE: (
+        (9, 0),
+        {
+            "triton_fp8_blockwise_act_quant_lhs_kernel": _cast_blocks(SLICE),
+            "triton_fp8_blockwise_act_quant_rhs_kernel": _cast_blocks(SLICE[::-1]),
+            "triton_fp8_blockwise_act_quant_transposed_lhs_kernel": _cast_blocks(SLICE[::-1], transposes=True),
+            "triton_fp8_blockwise_weight_quant_rhs_kernel": _cast_blocks(SQUARE),
+            "triton_fp8_blockwise_weight_quant_transposed_rhs_kernel": _cast_blocks(SQUARE, transposes=True),
+        },
+    ),
 }
