@@ -12,15 +12,8 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
+from harness.expect import memory
 from harness.expect.expectations import LIVE_MEMORY, SAVED_MEMORY, Expectations
-from harness.expect.memory import (
-    NOT_OF_THIS_DEVICE,
-    LiveStorage,
-    describes,
-    expected_live,
-    expected_scalars,
-    undescribed,
-)
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.text import counted
 from harness.trace import RankTrace, Run
@@ -54,12 +47,12 @@ BYTES = _rule("bytes", "wrong number of {dtype} bytes saved for backward", key=(
 
 def _not_judged(expect: Expectations, device: str) -> str:
     judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are checked alone
-    return undescribed(expect.case, judged_on)
+    return memory.undescribed(expect.case, judged_on)
 
 
 def _partly(expect: Expectations, device: str) -> str:
     compiled = expect.case.compile != "none"
-    return f"the number of bytes: {NOT_OF_THIS_DEVICE}" if compiled and not describes(device) else ""
+    return f"the number of bytes: {memory.NOT_OF_THIS_DEVICE}" if compiled and not memory.describes(device) else ""
 
 
 @_rule.judged_by(
@@ -78,7 +71,7 @@ def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
         yield from _against_marks(expect.case, trace)
-    if describes(trace.device):
+    if memory.describes(trace.device):
         yield from (_wrong_bytes if expect.saves_exactly else _beyond_limits)(expect, trace)
 
 
@@ -144,7 +137,7 @@ def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str,
     return ""
 
 
-S = TypeVar("S", LiveTensor, LiveStorage)
+S = TypeVar("S", LiveTensor, memory.LiveStorage)
 
 _live = Rules("live_memory", Stage.MEMORY, only={"a damaged trace": "no-scan"})
 NO_SCAN = _live("no-scan", "no record of live memory {when}")
@@ -156,7 +149,7 @@ SCALARS = _live("scalars", "wrong number of scalars alive {when}", key=("when",)
 def _not_described(case: Case, device: str) -> str:
     if case.layout.pp > 1:
         return "pipeline stages keep send and receive buffers, and `leaks` checks that they do not grow"
-    return undescribed(case, device)
+    return memory.undescribed(case, device)
 
 
 @_live.judged_by(
@@ -174,13 +167,13 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     """For every moment the first step in which a storage is alive too much or too little."""
     alive = _census(trace)
     for moment, when in MOMENTS.items():
-        expected = expected_live(expect.case, rank=trace.rank, moment=moment)
+        expected = memory.expected_live(expect.case, rank=trace.rank, moment=moment)
         for step in range(1, expect.case.train.steps + 1):
             live = alive.get((moment, step))
             if live is None:
                 yield NO_SCAN.finding(when=when, step=step, expected="one", found="none")
                 break
-            scalars = expected_scalars(expect.case, moment=moment, step=step)
+            scalars = memory.expected_scalars(expect.case, moment=moment, step=step)
             finding = _difference(live, expected, scalars, step, when)
             if finding is not None:
                 yield finding
@@ -188,7 +181,7 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _difference(
-    live: LiveMemory, expected: tuple[LiveStorage, ...], scalars: int, step: int, when: str
+    live: LiveMemory, expected: tuple[memory.LiveStorage, ...], scalars: int, step: int, when: str
 ) -> Finding | None:
     """Return None if the storages are the expected ones."""
     extra, lost = _beyond(live.tensors, expected), _beyond(expected, live.tensors)
@@ -261,7 +254,7 @@ def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
     return live.scalars, sorted((tensor.dtype, tensor.nbytes) for tensor in live.tensors)
 
 
-def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -> list[S]:
+def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | memory.LiveStorage]) -> list[S]:
     """Return what is left when every storage is paired with another of its dtype and size."""
     unpaired = Counter((other.dtype, other.nbytes) for other in others)
     left = []
@@ -280,5 +273,5 @@ def _largest_of(tensors: list[LiveTensor]) -> tuple[str, str]:
     return f"{most.dtype}{list(most.shape)} of {holder}{others}", holder
 
 
-def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
+def _amount(storages: Iterable[LiveTensor | memory.LiveStorage], scalars: int) -> str:
     return f"{sum(storage.nbytes for storage in storages)} bytes, and {counted(scalars, 'scalar')}"
