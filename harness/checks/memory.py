@@ -70,22 +70,18 @@ def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
-        yield from _against_marks(expect.case, trace)
+        partitions = trace.graphs.partitions if trace.graphs is not None else ()
+        expected = {expect.case.checkpointing.wraps(layer) for layer in range(expect.case.model.shape.layers)}
+        found = {partition.marked > 0 for partition in partitions}
+        if found != expected:
+            yield NO_MARKS.finding(expected=_marks(expected), found=_marks(found))
+        kept = [tensor for partition in partitions for tensor in partition.kept]
+        if kept:
+            most = max(kept, key=lambda tensor: tensor.nbytes)
+            largest = f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest"
+            yield KEPT.finding(count=len(kept), expected="none of them is saved", found=largest)
     if memory.describes(trace.device):
         yield from (_wrong_bytes if expect.saves_exactly else _beyond_limits)(expect, trace)
-
-
-def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
-    partitions = trace.graphs.partitions if trace.graphs is not None else ()
-    expected = {case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)}
-    found = {partition.marked > 0 for partition in partitions}
-    if found != expected:
-        yield NO_MARKS.finding(expected=_marks(expected), found=_marks(found))
-    kept = [tensor for partition in partitions for tensor in partition.kept]
-    if kept:
-        most = max(kept, key=lambda tensor: tensor.nbytes)
-        largest = f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest"
-        yield KEPT.finding(count=len(kept), expected="none of them is saved", found=largest)
 
 
 def _marks(marked: set[bool]) -> str:

@@ -48,7 +48,13 @@ def run_rank(rank_main: RankMain, setup: RankSetup) -> NoReturn:
     code = LOST_EXIT_CODE
     try:
         _prepare_process(setup)
-        report = _run_with_phases(rank_main, setup)
+        lock = threading.Lock()
+
+        def report_phase(phase: str) -> None:
+            with lock:
+                setup.socket.sendall(messages.encode_frame(messages.PhaseReached(phase=phase)))
+
+        report = run_program(rank_main, rank_context(setup.share, setup.rank, report_phase))
         flush_streams()
         setup.socket.sendall(messages.encode_frame(report))
         setup.socket.recv(1)  # keep all resources until the supervisor releases every rank
@@ -75,16 +81,6 @@ def _prepare_process(setup: RankSetup) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that a killed rank loses no output
     os.environ["TMPDIR"] = str(JobFolder(Path(setup.share.folder)).tmp)
     tempfile.tempdir = None
-
-
-def _run_with_phases(rank_main: RankMain, setup: RankSetup) -> messages.Returned | messages.Raised:
-    lock = threading.Lock()
-
-    def report_phase(phase: str) -> None:
-        with lock:
-            setup.socket.sendall(messages.encode_frame(messages.PhaseReached(phase=phase)))
-
-    return run_program(rank_main, rank_context(setup.share, setup.rank, report_phase))
 
 
 def run_program(rank_main: RankMain, context: RankContext) -> messages.Returned | messages.Raised:

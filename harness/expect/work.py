@@ -207,7 +207,7 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
         counted, key=lambda pair: (pair[0].fqn == linears.OUTPUT_FQN, _ROLES.index(pair[0].role))
     ):
         by_part.setdefault((_part_of(gemm.fqn), gemm.role, gemm.precision), []).append((gemm, times))
-    linears = (
+    of_linears = (
         Work(
             part=part,
             role=role,
@@ -218,7 +218,7 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
         )
         for (part, role, precision), of_part in by_part.items()
     )
-    return (*linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
+    return (*of_linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
 
 
 def _part_of(fqn: str) -> str:
