@@ -13,24 +13,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
+from harness.declared import Declaration, Declares, declared
+
 LauncherKind = Literal["fork", "torchrun", "ray"]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 _NOT_GIVEN: tuple[object, ...] = (None, (), "")
 
 
-class Option(msgspec.Struct, frozen=True):
+class Option(Declaration, frozen=True):
     """The declaration of an option; `options_of` fills in what its field says: `type`, `flag` and `default`.
 
-    `unset`: the field where no value is given. `flag`: where it is not the name of the field with dashes. `short`: a
-    second spelling. `default`: what holds where the field is None. `variable`: of the environment, which gives it too.
-    `pytest`: what pytest has in its place; empty where the plugin has `--fp8-…`. `of_run`: other commands that run
-    cases have it by `-o`, if at all. `instead_of`: the field of the option that it replaces, and is never given with.
-    `needs`: the field of another option, and its value.
+    `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
+    the field is None. `variable`: of the environment, which gives it too. `pytest`: what pytest has in its place; empty
+    where the plugin has `--fp8-…`. `of_run`: other commands that run cases have it by `-o`, if at all.
+    `instead_of`: the field of the option that it replaces, and is never given with. `needs`: the field of another
+    option, and its value.
     """
 
     help: str
-    unset: Any = None
     flag: str = ""
     short: str = ""
     metavar: str | None = None
@@ -76,25 +77,12 @@ class Option(msgspec.Struct, frozen=True):
         return "" if self.default in _NOT_GIVEN or self.default is False else str(self.default)
 
 
-_DECLARED: dict[str, Option] = {}  # by field
-
-
 def _option(help: str, **said: Any) -> Any:
     """Return the declaration of an option, which stands where its field has its default."""
     return Option(help, **said)
 
 
-class _Declared(msgspec.StructMeta):
-    """Keeps the options that fields declare, and gives the fields their defaults."""
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> Any:
-        options = {field: value for field, value in namespace.items() if isinstance(value, Option)}
-        _DECLARED.update(options)
-        defaults = {field: option.unset for field, option in options.items()}
-        return super().__new__(mcs, name, bases, {**namespace, **defaults}, **config)
-
-
-class QueryOptions(msgspec.Struct, metaclass=_Declared, frozen=True, kw_only=True):
+class QueryOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True):
     """Which cases. Other commands that select cases have these options too."""
 
     expressions: tuple[str, ...] = _option(
@@ -112,7 +100,7 @@ class QueryOptions(msgspec.Struct, metaclass=_Declared, frozen=True, kw_only=Tru
     )
 
 
-class RunOptions(msgspec.Struct, metaclass=_Declared, frozen=True, kw_only=True, omit_defaults=True):
+class RunOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True, omit_defaults=True):
     """The options that change what ranks do, as they were given; None and () where they were not.
 
     They are stored with a run and repeated by a rerun, and the command that reproduces a case has them.
@@ -204,7 +192,7 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
     )
 
 
-class CommandOptions(msgspec.Struct, metaclass=_Declared, frozen=True, kw_only=True):
+class CommandOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True):
     """Further options of `run`: which part, how long, and what to write."""
 
     axes: tuple[str, ...] = _option(
@@ -268,7 +256,7 @@ class CommandOptions(msgspec.Struct, metaclass=_Declared, frozen=True, kw_only=T
     )
 
 
-class AppOptions(msgspec.Struct, metaclass=_Declared, frozen=True, kw_only=True):
+class AppOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True):
     """What is said before the command, of every command."""
 
     root: str | None = _option(
@@ -291,7 +279,7 @@ TITLES = ("Which cases", "How they run", "Extent and output", "Before the comman
 def options_of(part: type[msgspec.Struct]) -> Mapping[str, Option]:
     """Return the options of one of `PARTS`, or of `RunOptions`, by the name of their field."""
     hints = get_type_hints(part, include_extras=True)
-    return {name: _filled(name, hints[name], _DECLARED[name]) for name in part.__struct_fields__}
+    return {name: _filled(name, hints[name], option) for name, option in declared(part).items()}
 
 
 def option_named(name: str) -> Option:
