@@ -147,7 +147,7 @@ def _routed(case: Case, fqn: str) -> Iterator[_Module]:
     yield _Module(
         f"{block}.{linears.ROUTER}", case.residual_tokens, (model.shape.dim, model.experts), HIGH_PRECISION, again
     )
-    up, local = (model.shape.dim, model.expert_dim), model.experts // case.layout.ep
+    up, local = (model.shape.dim, model.expert_dim), case.local_experts
     for weight, features in (("w1", up), ("w3", up), ("w2", up[::-1])):
         yield _Module(f"{block}.{linears.EXPERTS}.{weight}", case.sent_rows, features, traits, again, groups=local)
 

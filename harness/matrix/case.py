@@ -343,6 +343,11 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         return self.residual_tokens * self.model.top_k
 
     @property
+    def local_experts(self) -> int:
+        """Return how many experts of a block a rank holds."""
+        return self.model.experts // self.layout.ep
+
+    @property
     def forward_passes(self) -> int:
         """Forward passes of one step: its evaluation, and the one that is trained."""
         return 1 + self.train.evaluate

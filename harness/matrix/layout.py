@@ -187,6 +187,11 @@ class Layout(Mesh, frozen=True, kw_only=True):
         """Return the number of different slices of the global batch: ranks of `cp` share one, and those of `tp`."""
         return max(1, self.dp_replicate * self.dp_shard // self.cp)
 
+    @property
+    def dp_in_ep(self) -> int:
+        """Return how many data-parallel ranks hold the experts of a block between them: `ep` has all ranks of `tp`."""
+        return max(1, self.ep // self.tp)
+
     def __post_init__(self) -> None:
         if self.tp == 1:
             for name in ("sequence_parallel", "loss_parallel", "wait_for_embedding"):

@@ -229,7 +229,7 @@ def _alike_casts(case: Case) -> Iterator[tuple[Sequence[str], tuple[Cast, ...]]]
 
 def _of_experts(case: Case) -> Iterator[Cast]:
     """Of grouped matmuls, which the recipe converts whatever `casts` says about linears."""
-    model, local = case.model, case.model.experts // case.layout.ep
+    model, local = case.model, case.local_experts
     plain = replace(case, float8=replace(case.float8, casts=()))
     for fqn in linears.expert_fqns(model) if case.float8.grouped_mm else ():
         features = model.shape.dim, model.expert_dim

@@ -89,7 +89,7 @@ class ExpertsOfRanks:
     """Within it, every backward pass of the last rank of a group computes the weight gradients of experts of all."""
 
     def __init__(self, model: nn.Module, syncing: GradientSync, case: Case) -> None:
-        self._group = case.layout.ep // case.layout.tp  # data-parallel ranks
+        self._group = case.layout.dp_in_ep
         self._tp, self._positions = case.layout.tp, case.train.seq_len
         self._syncing = syncing
         fqns = expert_fqns(case.model)
