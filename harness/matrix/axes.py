@@ -89,7 +89,7 @@ def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object, 
     axes = declared(owner)
     for name, hint in typing.get_type_hints(owner, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, CaseStruct):
-            yield from (((name, *path), *inner) for path, *inner in _fields(hint))
+            yield from (((name, *path), inner, axis) for path, inner, axis in _fields(hint))
         else:
             yield (name,), hint, axes[name]
 
