@@ -13,13 +13,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
+from harness.declared import Declaration, Declares, declared
+
 LauncherKind = Literal["fork", "torchrun", "ray"]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 _NOT_GIVEN: tuple[object, ...] = (None, (), "")
 
 
-class Option(msgspec.Struct, frozen=True):
+class Option(Declaration, frozen=True):
     """The declaration of an option; `options_of` fills in what its field says: `type`, `flag` and `default`.
 
     `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
@@ -75,98 +77,76 @@ class Option(msgspec.Struct, frozen=True):
         return "" if self.default in _NOT_GIVEN or self.default is False else str(self.default)
 
 
-class QueryOptions(msgspec.Struct, frozen=True, kw_only=True):
+def _option(help: str, **said: Any) -> Any:
+    """Return the declaration of an option, which stands where its field has its default."""
+    return Option(help, **said)
+
+
+class QueryOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True):
     """Which cases. Other commands that select cases have these options too."""
 
-    expressions: Annotated[
-        tuple[str, ...],
-        Option(
-            "Keep cases that match: 'tp=4,8 recipe!=bf16', 'id~*ac.full*'. Repeated: all must match.",
-            flag="--select",
-            metavar="EXPR",
-        ),
-    ] = ()
-    keyword: Annotated[
-        str | None,
-        Option("Keep cases by id, as in pytest: 'rowwise and not tp4'.", flag="-k", metavar="EXPR", pytest="`-k`"),
-    ] = None
-    target: Annotated[
-        str | None,
-        Option(
-            "Train every case with this target: one of a plug-in by name, or your own module such as my_pkg.my_target.",
-            metavar="NAME",
-        ),
-    ] = None
+    expressions: tuple[str, ...] = _option(
+        "Keep cases that match: 'tp=4,8 recipe!=bf16', 'id~*ac.full*'. Repeated: all must match.",
+        unset=(),
+        flag="--select",
+        metavar="EXPR",
+    )
+    keyword: str | None = _option(
+        "Keep cases by id, as in pytest: 'rowwise and not tp4'.", flag="-k", metavar="EXPR", pytest="`-k`"
+    )
+    target: str | None = _option(
+        "Train every case with this target: one of a plug-in by name, or your own module such as my_pkg.my_target.",
+        metavar="NAME",
+    )
 
 
-class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RunOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True, omit_defaults=True):
     """The options that change what ranks do, as they were given; None and () where they were not.
 
     They are stored with a run and repeated by a rerun, and the command that reproduces a case has them.
     """
 
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None,
-        Option(
-            "Where ranks train. auto: each case on GPUs if they support it, else on the CPU.",
-            default="auto",
-        ),
-    ] = None
-    backend: Annotated[
-        Literal["auto", "shared", "gloo", "nccl"] | None,
-        Option(
-            "Transport of collectives. CPU: shared memory, or gloo over TCP, which sums in another order, "
-            "like NCCL. CUDA: nccl. auto: shared, nccl.",
-            default="auto",
-            of_run=True,
-        ),
-    ] = None
-    launcher: Annotated[
-        LauncherKind | None,
-        Option(
-            "fork: from a process that has imported torch. torchrun: one per case, slower. ray: fork on a cluster.",
-            default="fork",
-            of_run=True,
-        ),
-    ] = None
-    address: Annotated[
-        str | None,
-        Option(
-            "The cluster for --launcher ray. Default: auto, the cluster of this machine.",
-            metavar="auto|HOST:PORT",
-            needs=("launcher", "ray"),
-            of_run=True,
-        ),
-    ] = None
-    arithmetic: Annotated[
-        Literal["kernel", "exact"] | None,
-        Option(
-            "Float8 matmul: torch's kernel of the device, or the exact one with the same results on every device. "
-            "Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto.",
-            of_run=True,
-        ),
-    ] = None
-    timeout_s: Annotated[
-        PositiveFloat | None,
-        Option(
-            "Seconds per attempt at a case. Default: 120 and more, by ranks, steps, compilation and model size.",
-            instead_of="timeout_factor",
-            of_run=True,
-        ),
-    ] = None
-    timeout_factor: Annotated[
-        PositiveFloat | None,
-        Option(
-            "Multiplies the default time limit of every case, for slow or busy machines; not with --timeout-s.",
-            metavar="FACTOR",
-            default=1,
-            instead_of="timeout_s",
-            of_run=True,
-        ),
-    ] = None
-    inject: Annotated[  # paths are absolute in what is stored
-        tuple[str, ...], Option("Call this in every rank before `build`.", metavar="FILE.py:FUNCTION", of_run=True)
-    ] = ()
+    device: Literal["auto", "cpu", "cuda"] | None = _option(
+        "Where ranks train. auto: each case on GPUs if they support it, else on the CPU.", default="auto"
+    )
+    backend: Literal["auto", "shared", "gloo", "nccl"] | None = _option(
+        "Transport of collectives. CPU: shared memory, or gloo over TCP, which sums in another order, "
+        "like NCCL. CUDA: nccl. auto: shared, nccl.",
+        default="auto",
+        of_run=True,
+    )
+    launcher: LauncherKind | None = _option(
+        "fork: from a process that has imported torch. torchrun: one per case, slower. ray: fork on a cluster.",
+        default="fork",
+        of_run=True,
+    )
+    address: str | None = _option(
+        "The cluster for --launcher ray. Default: auto, the cluster of this machine.",
+        metavar="auto|HOST:PORT",
+        needs=("launcher", "ray"),
+        of_run=True,
+    )
+    arithmetic: Literal["kernel", "exact"] | None = _option(
+        "Float8 matmul: torch's kernel of the device, or the exact one with the same results on every device. "
+        "Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto.",
+        of_run=True,
+    )
+    timeout_s: PositiveFloat | None = _option(
+        "Seconds per attempt at a case. Default: 120 and more, by ranks, steps, compilation and model size.",
+        instead_of="timeout_factor",
+        of_run=True,
+    )
+    timeout_factor: PositiveFloat | None = _option(
+        "Multiplies the default time limit of every case, for slow or busy machines; not with --timeout-s.",
+        metavar="FACTOR",
+        default=1,
+        instead_of="timeout_s",
+        of_run=True,
+    )
+    # paths are absolute in what is stored
+    inject: tuple[str, ...] = _option(
+        "Call this in every rank before `build`.", unset=(), metavar="FILE.py:FUNCTION", of_run=True
+    )
 
     @property
     def as_given(self) -> dict[str, Any]:
@@ -197,122 +177,94 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PlanOptions(RunOptions, frozen=True, kw_only=True):
     """How cases are run: what `make_plan` is given."""
 
-    jobs: Annotated[
-        PositiveInt,
-        Option(
-            "Cases to run at the same time, as far as slots allow; on a cluster, per node.",
-            short="-j",
-            pytest="`-n` of pytest-xdist",
-            of_run=True,
-        ),
-    ] = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
-    slots: Annotated[
-        PositiveInt | None,
-        Option(
-            "Ranks at the same time on this machine, over all jobs; on a cluster, per node. "
-            "Default: one per core, at least 10; on CUDA the visible devices.",
-            of_run=True,
-        ),
-    ] = None
+    # more cases at once do not help a machine whose slots one of 8 ranks fills
+    jobs: PositiveInt = _option(
+        "Cases to run at the same time, as far as slots allow; on a cluster, per node.",
+        unset=2,
+        short="-j",
+        pytest="`-n` of pytest-xdist",
+        of_run=True,
+    )
+    slots: PositiveInt | None = _option(
+        "Ranks at the same time on this machine, over all jobs; on a cluster, per node. "
+        "Default: one per core, at least 10; on CUDA the visible devices.",
+        of_run=True,
+    )
 
 
-class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
+class CommandOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True):
     """Further options of `run`: which part, how long, and what to write."""
 
-    axes: Annotated[
-        tuple[str, ...],
-        Option(
-            "Run the case with this value of an axis, as `new` writes it, in place of a tier. Repeatable.",
-            flag="--set",
-            metavar="AXIS=VALUE",
-            pytest="none: it collects the cases of files",
-        ),
-    ] = ()
-    shard: Annotated[
-        str | None,
-        Option("Part I of N of these cases, of nearly equal CPU seconds, the same on every machine.", metavar="I/N"),
-    ] = None
-    budget_s: Annotated[
-        PositiveFloat | None,
-        Option(
-            "Run the cases with the best coverage in this many seconds; the others are listed.",
-            pytest="none: workers would each run the whole budget",
-        ),
-    ] = None
-    maxfail: Annotated[
-        PositiveInt | None, Option("Stop after this many failed cases, as in pytest.", pytest="`--maxfail`")
-    ] = None
-    first_failure: Annotated[bool, Option("Stop after the first: --maxfail 1.", flag="-x", pytest="`-x`")] = False
-    last_failed: Annotated[
-        bool,
-        Option(
-            "Run the cases that failed or never ran in the last run, with the same options.",
-            flag="--lf",
-            pytest="`--lf`",
-        ),
-    ] = False
-    resume: Annotated[
-        bool, Option("Finish the last run that was interrupted or killed, with the same options.", pytest="`--lf`")
-    ] = False
-    name: Annotated[str, Option("A name for the stored run, such as a release.", metavar="NAME")] = ""
-    environments: Annotated[
-        tuple[str, ...],
-        Option(
-            "Run in this virtual environment. Repeatable.",
-            flag="--env",
-            metavar="NAME=VENV",
-            pytest="none: a session is in one environment",
-        ),
-    ] = ()
-    json_file: Annotated[
-        Path | None,
-        Option("Write the results as JSON Lines.", flag="--json", metavar="FILE|-", pytest="`show --json` after it"),
-    ] = None
-    junit_file: Annotated[
-        Path | None, Option("Write the results as JUnit XML.", flag="--junit", metavar="FILE", pytest="`--junitxml`")
-    ] = None
-    markdown_file: Annotated[
-        Path | None,
-        Option("Write a summary as markdown.", flag="--markdown", metavar="FILE", pytest="`show --markdown` after it"),
-    ] = None
-    html_file: Annotated[
-        Path | None,
-        Option(
-            "Write one HTML file that needs no network.", flag="--html", metavar="FILE", pytest="`show --html` after it"
-        ),
-    ] = None
-    github: Annotated[
-        bool,
-        Option(
-            "Annotate failed cases, and write the job summary. Default: in GitHub Actions.",
-            flag="--github/--no-github",
-            variable="GITHUB_ACTIONS",
-            pytest="none: its plugins annotate failures of all tests",
-        ),
-    ] = False
-    keep_logs: Annotated[Path | None, Option("Keep output and stack dumps of ranks.", metavar="DIR")] = None
-    durations: Annotated[
-        Annotated[int, msgspec.Meta(ge=0)] | None,
-        Option("Print the N slowest cases; 0: all.", metavar="N", pytest="`--durations`"),
-    ] = None
-    verbose: Annotated[
-        bool, Option("Also print starts, all findings, and what was not checked and why.", short="-v", pytest="`-v`")
-    ] = False
+    axes: tuple[str, ...] = _option(
+        "Run the case with this value of an axis, as `new` writes it, in place of a tier. Repeatable.",
+        unset=(),
+        flag="--set",
+        metavar="AXIS=VALUE",
+        pytest="none: it collects the cases of files",
+    )
+    shard: str | None = _option(
+        "Part I of N of these cases, of nearly equal CPU seconds, the same on every machine.", metavar="I/N"
+    )
+    budget_s: PositiveFloat | None = _option(
+        "Run the cases with the best coverage in this many seconds; the others are listed.",
+        pytest="none: workers would each run the whole budget",
+    )
+    maxfail: PositiveInt | None = _option("Stop after this many failed cases, as in pytest.", pytest="`--maxfail`")
+    first_failure: bool = _option("Stop after the first: --maxfail 1.", unset=False, flag="-x", pytest="`-x`")
+    last_failed: bool = _option(
+        "Run the cases that failed or never ran in the last run, with the same options.",
+        unset=False,
+        flag="--lf",
+        pytest="`--lf`",
+    )
+    resume: bool = _option(
+        "Finish the last run that was interrupted or killed, with the same options.", unset=False, pytest="`--lf`"
+    )
+    name: str = _option("A name for the stored run, such as a release.", unset="", metavar="NAME")
+    environments: tuple[str, ...] = _option(
+        "Run in this virtual environment. Repeatable.",
+        unset=(),
+        flag="--env",
+        metavar="NAME=VENV",
+        pytest="none: a session is in one environment",
+    )
+    json_file: Path | None = _option(
+        "Write the results as JSON Lines.", flag="--json", metavar="FILE|-", pytest="`show --json` after it"
+    )
+    junit_file: Path | None = _option(
+        "Write the results as JUnit XML.", flag="--junit", metavar="FILE", pytest="`--junitxml`"
+    )
+    markdown_file: Path | None = _option(
+        "Write a summary as markdown.", flag="--markdown", metavar="FILE", pytest="`show --markdown` after it"
+    )
+    html_file: Path | None = _option(
+        "Write one HTML file that needs no network.", flag="--html", metavar="FILE", pytest="`show --html` after it"
+    )
+    github: bool = _option(
+        "Annotate failed cases, and write the job summary. Default: in GitHub Actions.",
+        unset=False,
+        flag="--github/--no-github",
+        variable="GITHUB_ACTIONS",
+        pytest="none: its plugins annotate failures of all tests",
+    )
+    keep_logs: Path | None = _option("Keep output and stack dumps of ranks.", metavar="DIR")
+    durations: Annotated[int, msgspec.Meta(ge=0)] | None = _option(
+        "Print the N slowest cases; 0: all.", metavar="N", pytest="`--durations`"
+    )
+    verbose: bool = _option(
+        "Also print starts, all findings, and what was not checked and why.", unset=False, short="-v", pytest="`-v`"
+    )
 
 
-class AppOptions(msgspec.Struct, frozen=True, kw_only=True):
+class AppOptions(msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True):
     """What is said before the command, of every command."""
 
-    root: Annotated[
-        str | None,
-        Option(
-            "Project root with cases/ and golden/. Default: the nearest one at or above the current folder.",
-            metavar="DIR",
-        ),
-    ] = None
-    quiet: Annotated[
-        bool, Option("Print nothing while cases run, only the totals and failures.", short="-q", pytest="`-q`")
-    ] = False
+    root: str | None = _option(
+        "Project root with cases/ and golden/. Default: the nearest one at or above the current folder.", metavar="DIR"
+    )
+    quiet: bool = _option(
+        "Print nothing while cases run, only the totals and failures.", unset=False, short="-q", pytest="`-q`"
+    )
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -327,8 +279,7 @@ TITLES = ("Which cases", "How they run", "Extent and output", "Before the comman
 def options_of(part: type[msgspec.Struct]) -> Mapping[str, Option]:
     """Return the options of one of `PARTS`, or of `RunOptions`, by the name of their field."""
     hints = get_type_hints(part, include_extras=True)
-    defaults = {field.name: field.default for field in msgspec.structs.fields(part)}
-    return {name: _filled(name, hints[name], defaults[name]) for name in part.__struct_fields__}
+    return {name: _filled(name, hints[name], option) for name, option in declared(part).items()}
 
 
 def option_named(name: str) -> Option:
@@ -346,13 +297,11 @@ def words_of(values: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _filled(name: str, hint: Any, default: object) -> Option:
-    """Return the declaration in the hint of a field, with what the field says."""
-    option: Option = hint.__metadata__[-1]
-    kind = hint.__origin__ if len(hint.__metadata__) == 1 else hint
+def _filled(name: str, kind: Any, option: Option) -> Option:
+    """Return the declaration of a field with what the field says."""
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (member for member in get_args(kind) if member is not types.NoneType)
-    flag = option.flag or f"--{name.replace('_', '-')}"
+    default = option.unset if option.default is None else option.default
     return msgspec.structs.replace(
-        option, flag=flag, type=kind, default=default if option.default is None else option.default
+        option, flag=option.flag or f"--{name.replace('_', '-')}", type=kind, default=default
     )

@@ -207,20 +207,17 @@ def implied_source(target_dtype: str, scale: float, right: float, sources: Itera
             return f"it is the scale for {source.name}"
     if _as_bfloat16(FLOAT8_MAX[target_dtype] / scale) == right:
         return "it is the scale for an amax that bfloat16 rounds to the right one"
-    return _factor(target_dtype, scale / expected)
-
-
-def _near(found: float, expected: float) -> bool:
-    return abs(found - expected) <= Limit("casts.scale_in_float32") * abs(expected)
-
-
-def _factor(target_dtype: str, factor: float) -> str:
-    """Return what a scale for the right amax was multiplied by: the maximum of another dtype, or a power of two."""
+    # what a scale for the right amax was multiplied by: the maximum of another dtype, or a power of two
+    factor = scale / expected
     for dtype, limit in _MAXIMA.items():
         if dtype != target_dtype and _near(factor, limit / FLOAT8_MAX.get(target_dtype, math.nan)):
             return f"it is the scale for the maximum of {dtype}, {limit:g}"
     exponent = round(math.log2(factor))
     return _FACTOR.format(exponent) if exponent and _near(factor, 2.0**exponent) else ""
+
+
+def _near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= Limit("casts.scale_in_float32") * abs(expected)
 
 
 def implied_by_power(

@@ -12,16 +12,8 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
+from harness.expect import memory
 from harness.expect.expectations import LIVE_MEMORY, SAVED_MEMORY, Expectations
-from harness.expect.memory import (
-    NOT_OF_THIS_DEVICE,
-    LiveStorage,
-    describes,
-    expected_live,
-    expected_scalars,
-    in_buckets,
-    undescribed,
-)
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.text import counted
 from harness.trace import RankTrace, Run
@@ -55,12 +47,12 @@ BYTES = _rule("bytes", "wrong number of {dtype} bytes saved for backward", key=(
 
 def _not_judged(expect: Expectations, device: str) -> str:
     judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are checked alone
-    return undescribed(expect.case, judged_on)
+    return memory.undescribed(expect.case, judged_on)
 
 
 def _partly(expect: Expectations, device: str) -> str:
     compiled = expect.case.compile != "none"
-    return f"the number of bytes: {NOT_OF_THIS_DEVICE}" if compiled and not describes(device) else ""
+    return f"the number of bytes: {memory.NOT_OF_THIS_DEVICE}" if compiled and not memory.describes(device) else ""
 
 
 @_rule.judged_by(
@@ -78,22 +70,18 @@ def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
-        yield from _against_marks(expect.case, trace)
-    if describes(trace.device):
+        partitions = trace.graphs.partitions if trace.graphs is not None else ()
+        expected = {expect.case.checkpointing.wraps(layer) for layer in range(expect.case.model.shape.layers)}
+        found = {partition.marked > 0 for partition in partitions}
+        if found != expected:
+            yield NO_MARKS.finding(expected=_marks(expected), found=_marks(found))
+        kept = [tensor for partition in partitions for tensor in partition.kept]
+        if kept:
+            most = max(kept, key=lambda tensor: tensor.nbytes)
+            largest = f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest"
+            yield KEPT.finding(count=len(kept), expected="none of them is saved", found=largest)
+    if memory.describes(trace.device):
         yield from (_wrong_bytes if expect.saves_exactly else _beyond_limits)(expect, trace)
-
-
-def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
-    partitions = trace.graphs.partitions if trace.graphs is not None else ()
-    expected = {case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)}
-    found = {partition.marked > 0 for partition in partitions}
-    if found != expected:
-        yield NO_MARKS.finding(expected=_marks(expected), found=_marks(found))
-    kept = [tensor for partition in partitions for tensor in partition.kept]
-    if kept:
-        most = max(kept, key=lambda tensor: tensor.nbytes)
-        largest = f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest"
-        yield KEPT.finding(count=len(kept), expected="none of them is saved", found=largest)
 
 
 def _marks(marked: set[bool]) -> str:
@@ -145,7 +133,7 @@ def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str,
     return ""
 
 
-S = TypeVar("S", LiveTensor, LiveStorage)
+S = TypeVar("S", LiveTensor, memory.LiveStorage)
 
 _live = Rules("live_memory", Stage.MEMORY, only={"a damaged trace": "no-scan"})
 NO_SCAN = _live("no-scan", "no record of live memory {when}")
@@ -157,7 +145,7 @@ SCALARS = _live("scalars", "wrong number of scalars alive {when}", key=("when",)
 def _not_described(case: Case, device: str) -> str:
     if case.layout.pp > 1:
         return "pipeline stages keep send and receive buffers, and `leaks` checks that they do not grow"
-    return undescribed(case, device)
+    return memory.undescribed(case, device)
 
 
 @_live.judged_by(
@@ -176,12 +164,12 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     alive = _census(trace)
     for moment, when in MOMENTS.items():
         for step in range(1, expect.case.train.steps + 1):
-            expected = expected_live(expect.case, rank=trace.rank, moment=moment, step=step)
+            expected = memory.expected_live(expect.case, rank=trace.rank, moment=moment, step=step)
             live = alive.get((moment, step))
             if live is None:
                 yield NO_SCAN.finding(when=when, step=step, expected="one", found="none")
                 break
-            scalars = expected_scalars(expect.case, moment=moment, step=step)
+            scalars = memory.expected_scalars(expect.case, moment=moment, step=step)
             finding = _difference(live, expected, scalars, step, when)
             if finding is not None:
                 yield finding
@@ -189,7 +177,7 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _difference(
-    live: LiveMemory, expected: tuple[LiveStorage, ...], scalars: int, step: int, when: str
+    live: LiveMemory, expected: tuple[memory.LiveStorage, ...], scalars: int, step: int, when: str
 ) -> Finding | None:
     """Return None if the storages are the expected ones."""
     extra, lost = _beyond(live.tensors, expected), _beyond(expected, live.tensors)
@@ -225,7 +213,7 @@ def check_leaks(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _changes(case: Case, trace: RankTrace) -> Iterator[Finding]:
     """For every moment the first step that has something else alive than the second, but buckets."""
     alive = {
-        (moment, step): replace(live, tensors=tuple(_beyond(live.tensors, in_buckets(case, step, moment))))
+        (moment, step): replace(live, tensors=tuple(_beyond(live.tensors, memory.in_buckets(case, step, moment))))
         for (moment, step), live in _census(trace).items()
     }
     for moment, when in MOMENTS.items():
@@ -265,7 +253,7 @@ def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
     return live.scalars, sorted((tensor.dtype, tensor.nbytes) for tensor in live.tensors)
 
 
-def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -> list[S]:
+def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | memory.LiveStorage]) -> list[S]:
     """Return what is left when every storage is paired with another of its dtype and size."""
     unpaired = Counter((other.dtype, other.nbytes) for other in others)
     left = []
@@ -284,5 +272,5 @@ def _largest_of(tensors: list[LiveTensor]) -> tuple[str, str]:
     return f"{most.dtype}{list(most.shape)} of {holder}{others}", holder
 
 
-def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
+def _amount(storages: Iterable[LiveTensor | memory.LiveStorage], scalars: int) -> str:
     return f"{sum(storage.nbytes for storage in storages)} bytes, and {counted(scalars, 'scalar')}"

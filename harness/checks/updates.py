@@ -11,7 +11,6 @@ from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
 from harness.promises import Limit, keeps
 from harness.trace import RankTrace, Run
-from harness.trace.model import StepUpdate
 from harness.verdict import Finding, Value
 
 # An update is not lost in the rounding of a parameter in these, where its gradient is above this part of the largest.
@@ -73,7 +72,14 @@ def check_updates(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
             yield from _not_done(NO_UPDATE, step, lost, f"an update, as on {who}", "" if mine else "any parameter")
             yield from _other_options(step, mine, wanted, who)
             yield from _not_done(UNMOVED, step, still, f"a change, as on {who}")
-            yield from _off_formula(record.updates[step - 1])
+            update = record.updates[step - 1]
+            if not keeps(update.distance, _ROUNDINGS):  # NaN is wrong
+                what, distance = "the new value" if update.what == "param" else update.what, update.distance
+                expected, found = f"at most {_ROUNDINGS:g} roundings", f"{distance:.3g}"
+                numbers: dict[str, Value] = {"what": what, "distance": distance}
+                yield FORMULA.finding(
+                    step=update.step, module=update.fqn, expected=expected, found=found, size=distance, values=numbers
+                )
 
     found = merge_ranks(run, lambda trace: tuple(itertools.islice(of_rank(trace), 1)))
     return sorted(found, key=lambda finding: (finding.step or 0, -(finding.size or 0.0)))[:1]
@@ -126,13 +132,3 @@ def _other_options(step: int, mine: _Options, wanted: _Options, who: str) -> Ite
         here, there, count = mine[name][of], wanted[name][of], sum(other == of for other, _ in wrong)
         values: dict[str, Value] = {"name": of, "here": here, "there": there, "count": count}
         yield OPTION.finding(step=step, module=name, expected=f"{there}, as on {who}", found=here, values=values)
-
-
-def _off_formula(update: StepUpdate) -> Iterable[Finding]:
-    if not keeps(update.distance, _ROUNDINGS):  # NaN is wrong
-        what, distance = "the new value" if update.what == "param" else update.what, update.distance
-        expected, found = f"at most {_ROUNDINGS:g} roundings", f"{distance:.3g}"
-        numbers: dict[str, Value] = {"what": what, "distance": distance}
-        yield FORMULA.finding(
-            step=update.step, module=update.fqn, expected=expected, found=found, size=distance, values=numbers
-        )

@@ -16,19 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from harness.engine import linux
-from harness.engine.messages import (
-    Finished,
-    FrameReader,
-    Hello,
-    Message,
-    ProtocolError,
-    Reached,
-    ShareEvent,
-    Submit,
-    ToForkServer,
-    encode_frame,
-)
+from harness.engine import linux, messages
 from harness.engine.program import RankMain, preloaded
 from harness.engine.supervisor import Supervisor
 
@@ -42,7 +30,7 @@ class ForkServer:
         self._keep_fds = linux.open_fds() - {control.fileno()}  # opened by the program, so ranks inherit them
         self._control = control
         self._rank_main = rank_main
-        self._reader: FrameReader[ToForkServer] = FrameReader(ToForkServer)
+        self._reader: messages.FrameReader[messages.ToForkServer] = messages.FrameReader(messages.ToForkServer)
         self._shares: dict[int, Supervisor] = {}
         self._connected = True
         self._end_reason = ""  # why it ends; empty while it serves
@@ -57,7 +45,7 @@ class ForkServer:
 
         Returns what the controller did wrong; empty when it has just left.
         """
-        self._send(Hello(notes=notes))
+        self._send(messages.Hello(notes=notes))
         while not self._end_reason:
             self._poll()
         reason, left = self._end_reason, not self._connected
@@ -80,7 +68,7 @@ class ForkServer:
             supervisor.tick(now_s)
             if supervisor.outcome is not None:
                 del self._shares[ticket]
-                self._send(Finished(ticket=ticket, outcome=supervisor.outcome))
+                self._send(messages.Finished(ticket=ticket, outcome=supervisor.outcome))
 
     def _receive(self) -> None:
         try:
@@ -93,11 +81,11 @@ class ForkServer:
         try:
             for message in self._reader.feed(data):
                 self._handle(message)
-        except ProtocolError as error:
+        except messages.ProtocolError as error:
             self._end(f"the controller sent unreadable data: {error}")
 
-    def _handle(self, message: ToForkServer) -> None:
-        if isinstance(message, Submit):
+    def _handle(self, message: messages.ToForkServer) -> None:
+        if isinstance(message, messages.Submit):
             self._start(message)
             return
         supervisor = self._shares.get(message.ticket)
@@ -110,12 +98,12 @@ class ForkServer:
         else:
             supervisor.abort("cancelled")
 
-    def _start(self, message: Submit) -> None:
+    def _start(self, message: messages.Submit) -> None:
         def live_pids() -> frozenset[int]:
             return frozenset(pid for supervisor in self._shares.values() for pid in supervisor.pids)
 
-        def report(event: ShareEvent) -> None:
-            self._send(Reached(ticket=message.ticket, event=event))
+        def report(event: messages.ShareEvent) -> None:
+            self._send(messages.Reached(ticket=message.ticket, event=event))
 
         supervisor = Supervisor(message.share, self._rank_main, self._selector, live_pids, report)
         self._shares[message.ticket] = supervisor
@@ -132,10 +120,10 @@ class ForkServer:
             self._selector.unregister(self._control)
             self._selector.unregister(self._controller)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         if self._connected:
             try:
-                self._control.sendall(encode_frame(message))
+                self._control.sendall(messages.encode_frame(message))
             except OSError:
                 self._disconnect()
 

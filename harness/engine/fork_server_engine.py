@@ -16,22 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from harness.engine import linux
-from harness.engine.messages import (
-    Control,
-    Finished,
-    FrameReader,
-    FromForkServer,
-    Hello,
-    Message,
-    ProtocolError,
-    Reached,
-    Share,
-    ShareEvent,
-    ShareOutcome,
-    Submit,
-    encode_frame,
-)
+from harness.engine import linux, messages
 from harness.engine.outcome import describe_exit
 from harness.engine.processes import MARK, module_command, start, tail
 
@@ -65,8 +50,8 @@ class _Pending(NamedTuple):
     """A running share: its job, the future of its outcome, and the callback for its events."""
 
     job_id: str
-    outcome: Future[ShareOutcome]
-    report: Callable[[ShareEvent], None]
+    outcome: Future[messages.ShareOutcome]
+    report: Callable[[messages.ShareEvent], None]
 
 
 class ForkServerClient:
@@ -85,7 +70,7 @@ class ForkServerClient:
         self._failure = ""  # why it no longer serves; empty while it does
         self._mark = uuid.uuid4().hex
         self._oom_kills = linux.oom_kills()
-        self._reader: FrameReader[FromForkServer] = FrameReader(FromForkServer)
+        self._reader: messages.FrameReader[messages.FromForkServer] = messages.FrameReader(messages.FromForkServer)
         self._listener: threading.Thread | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._socket, far = socket.socketpair()
@@ -118,7 +103,7 @@ class ForkServerClient:
         except TimeoutError:
             waited = f"did not finish its preload within {time.monotonic() - began_s:.0f} s"
             raise ForkServerFailure(self._describe(f"{waited}: {self._progress}")) from None
-        except (OSError, ProtocolError) as error:
+        except (OSError, messages.ProtocolError) as error:
             raise ForkServerFailure(self._describe(f"sent no valid hello: {error}")) from error
         if hello is None:
             raise ForkServerFailure(self._describe(f"did not start: {self._end_process()}"))
@@ -127,7 +112,9 @@ class ForkServerClient:
         self._listener.start()
         return hello.notes
 
-    def _receive_hello_within(self, began_s: float, limits: StartLimits, note: Callable[[str], None]) -> Hello | None:
+    def _receive_hello_within(
+        self, began_s: float, limits: StartLimits, note: Callable[[str], None]
+    ) -> messages.Hello | None:
         with suppress(TimeoutError):
             return self._receive_hello(began_s + limits.told_s)
         note(
@@ -152,46 +139,48 @@ class ForkServerClient:
             return f"it is stopped by a signal, and `kill -CONT {self.pid}` continues it"
         return f"it still runs, and `py-spy dump --pid {self.pid}` shows where it is"
 
-    def _receive_hello(self, until_s: float) -> Hello | None:
+    def _receive_hello(self, until_s: float) -> messages.Hello | None:
         while True:
             self._socket.settimeout(max(0.001, until_s - time.monotonic()))
             data = self._socket.recv(1 << 16)
             if not data:
                 return None
             for message in self._reader.feed(data):
-                if isinstance(message, Hello):
+                if isinstance(message, messages.Hello):
                     return message
 
-    def submit(self, share: Share, report: Callable[[ShareEvent], None]) -> tuple[int, Future[ShareOutcome]]:
+    def submit(
+        self, share: messages.Share, report: Callable[[messages.ShareEvent], None]
+    ) -> tuple[int, Future[messages.ShareOutcome]]:
         """Submit a share; returns its ticket and the future of its outcome. Either raises ForkServerLost if it died.
 
         `report` is called in a thread of this client, which waits for it.
         """
-        future: Future[ShareOutcome] = Future()
+        future: Future[messages.ShareOutcome] = Future()
         with self._lock:
             if self._failure:
                 raise self._loss(self._failure)
             self._tickets += 1
             ticket = self._tickets
             self._pending[ticket] = _Pending(share.job.job_id, future, report)
-        self._send(Submit(ticket=ticket, share=share))
+        self._send(messages.Submit(ticket=ticket, share=share))
         return ticket, future
 
     def cancel(self, ticket: int) -> None:
         with self._lock:
             self._pending.pop(ticket, None)
-        self._send(Control(ticket=ticket, what="cancel"))
+        self._send(messages.Control(ticket=ticket, what="cancel"))
 
     def control(self, job_id: str, what: Literal["end", "release"]) -> None:
         """End the share of this job, or release its ranks: see `Control`."""
         with self._lock:
             tickets = [ticket for ticket, pending in self._pending.items() if pending.job_id == job_id]
         for ticket in tickets:
-            self._send(Control(ticket=ticket, what=what))
+            self._send(messages.Control(ticket=ticket, what=what))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         with self._sending, suppress(OSError):  # the listener detects the same death and fails the share
-            self._socket.sendall(encode_frame(message))
+            self._socket.sendall(messages.encode_frame(message))
 
     def _listen(self) -> None:
         reason = ""
@@ -199,20 +188,20 @@ class ForkServerClient:
             while data := self._socket.recv(1 << 20):
                 for message in self._reader.feed(data):
                     self._hand_on(message)
-        except (OSError, ProtocolError) as error:
+        except (OSError, messages.ProtocolError) as error:
             reason = f"broke the connection: {error}"
         ended = self._end_process()
         self._fail_pending(self._describe(reason or f"died: {ended}"))
 
-    def _hand_on(self, message: FromForkServer) -> None:
-        if isinstance(message, Hello):
+    def _hand_on(self, message: messages.FromForkServer) -> None:
+        if isinstance(message, messages.Hello):
             return
-        take = self._pending.pop if isinstance(message, Finished) else self._pending.get
+        take = self._pending.pop if isinstance(message, messages.Finished) else self._pending.get
         with self._lock:
             pending = take(message.ticket, None)
-        if pending is not None and isinstance(message, Finished):
+        if pending is not None and isinstance(message, messages.Finished):
             pending.outcome.set_result(message.outcome)
-        elif pending is not None and isinstance(message, Reached):
+        elif pending is not None and isinstance(message, messages.Reached):
             pending.report(message.event)
 
     def _fail_pending(self, reason: str) -> None:
@@ -297,7 +286,7 @@ class ForkServerEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+    def run(self, share: messages.Share, report: Callable[[messages.ShareEvent], None]) -> messages.ShareOutcome:
         """Run one share and return its outcome; by then all its processes have ended. Callable from any thread.
 
         Of a share that is not the whole job, `report` is called in another thread when all its ranks have returned
@@ -311,9 +300,11 @@ class ForkServerEngine:
         try:
             return self._run_on(self._ready_client(), share, report)
         except ForkServerLost as loss:
-            return ShareOutcome(infra=str(loss), fork_server_lost=not self._closed, out_of_memory=loss.out_of_memory)
+            return messages.ShareOutcome(
+                infra=str(loss), fork_server_lost=not self._closed, out_of_memory=loss.out_of_memory
+            )
         except ForkServerFailure as failure:
-            return ShareOutcome(infra=str(failure))
+            return messages.ShareOutcome(infra=str(failure))
         finally:
             del self._ended[share.job.job_id]
 
@@ -333,11 +324,13 @@ class ForkServerEngine:
         if self._client is not None:
             self._client.control(job_id, "release")
 
-    def _run_on(self, client: ForkServerClient, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+    def _run_on(
+        self, client: ForkServerClient, share: messages.Share, report: Callable[[messages.ShareEvent], None]
+    ) -> messages.ShareOutcome:
         job = share.job
         with self._submitting:
             if self._ended[job.job_id]:
-                return ShareOutcome()  # before any of its ranks was started
+                return messages.ShareOutcome()  # before any of its ranks was started
             ticket, future = client.submit(share, report)
         try:
             return future.result(job.deadline_s + REPLY_MARGIN_S)

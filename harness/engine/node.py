@@ -164,7 +164,14 @@ class Scratch:
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
-        _remove_abandoned(parent)
+        for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+            with suppress(OSError):  # it is held, or another user's, or gone by now
+                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    take_lock(fd)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+                finally:
+                    os.close(fd)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         unseen = self.path / f"{_LOCK}.new"
         self._lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -176,14 +183,3 @@ class Scratch:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # it is held, or another user's, or gone by now
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                take_lock(fd)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(fd)

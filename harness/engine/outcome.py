@@ -155,20 +155,16 @@ def _message(job: Job, ranks: Sequence[RankOutcome], failures: tuple[Failure, ..
         return ""
     first = failures[0].with_reading
     if failures[0].reading.kind == "timeout":
-        return _timeout_message(_causes(failures))
+        # who waited in which collective, and who did not arrive
+        waited: dict[str, list[int]] = {}
+        for failure in sorted(_causes(failures), key=lambda failure: failure.rank.rank):
+            does = failure.reading.what if failure.reading.kind == "timeout" else f"{failure.rank.status} elsewhere"
+            waited.setdefault(does, []).append(failure.rank.rank)
+        return "; ".join(
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {state}"
+            for state, ranks in waited.items()
+        )
     return _hang_message(job, ranks, first) if hung else f"{_where(first)}: {first.message}"
-
-
-def _timeout_message(causes: tuple[Failure, ...]) -> str:
-    """Who waited in which collective, and who did not arrive."""
-    waited: dict[str, list[int]] = {}
-    for failure in sorted(causes, key=lambda failure: failure.rank.rank):
-        does = failure.reading.what if failure.reading.kind == "timeout" else f"{failure.rank.status} elsewhere"
-        waited.setdefault(does, []).append(failure.rank.rank)
-    return "; ".join(
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {state}"
-        for state, ranks in waited.items()
-    )
 
 
 def _hang_message(job: Job, ranks: Sequence[RankOutcome], cause: RankOutcome) -> str:

@@ -21,19 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from harness.engine import linux
-from harness.engine.messages import (
-    FrameReader,
-    FromRank,
-    PhaseReached,
-    ProtocolError,
-    Raised,
-    RankOutcome,
-    RankStatus,
-    Returned,
-    Share,
-    encode_frame,
-)
+from harness.engine import linux, messages
 from harness.engine.outcome import describe_exit
 from harness.engine.processes import JobFolder
 from harness.engine.program import RankContext, RankMain, rank_context
@@ -46,7 +34,7 @@ LOST_EXIT_CODE = 70  # the rank could not report its result
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank gets from its supervisor. `keep_fds` were open before the engine opened any."""
 
-    share: Share
+    share: messages.Share
     rank: int
     parent_pid: int
     socket: socket.socket
@@ -60,9 +48,15 @@ def run_rank(rank_main: RankMain, setup: RankSetup) -> NoReturn:
     code = LOST_EXIT_CODE
     try:
         _prepare_process(setup)
-        report = _run_with_phases(rank_main, setup)
+        lock = threading.Lock()
+
+        def report_phase(phase: str) -> None:
+            with lock:
+                setup.socket.sendall(messages.encode_frame(messages.PhaseReached(phase=phase)))
+
+        report = run_program(rank_main, rank_context(setup.share, setup.rank, report_phase))
         flush_streams()
-        setup.socket.sendall(encode_frame(report))
+        setup.socket.sendall(messages.encode_frame(report))
         setup.socket.recv(1)  # keep all resources until the supervisor releases every rank
         code = 0
     except BaseException:
@@ -89,17 +83,7 @@ def _prepare_process(setup: RankSetup) -> None:
     tempfile.tempdir = None
 
 
-def _run_with_phases(rank_main: RankMain, setup: RankSetup) -> Returned | Raised:
-    lock = threading.Lock()
-
-    def report_phase(phase: str) -> None:
-        with lock:
-            setup.socket.sendall(encode_frame(PhaseReached(phase=phase)))
-
-    return run_program(rank_main, rank_context(setup.share, setup.rank, report_phase))
-
-
-def run_program(rank_main: RankMain, context: RankContext) -> Returned | Raised:
+def run_program(rank_main: RankMain, context: RankContext) -> messages.Returned | messages.Raised:
     """Return the result of `rank_main`, or the exception that it raised. SystemExit counts as a failure too."""
     try:
         payload = rank_main(context)
@@ -108,8 +92,8 @@ def run_program(rank_main: RankMain, context: RankContext) -> Returned | Raised:
     except BaseException as error:
         at_s = time.monotonic()
         text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
-        return Raised(at_s=at_s, message=one_line(error), traceback=text)
-    return Returned(at_s=time.monotonic(), payload=payload)
+        return messages.Raised(at_s=at_s, message=one_line(error), traceback=text)
+    return messages.Returned(at_s=time.monotonic(), payload=payload)
 
 
 def one_line(error: BaseException) -> str:
@@ -136,22 +120,22 @@ _CHUNK_BYTES = 1 << 20
 class RankProcess:
     """A forked rank. `outcome` is None until it has reported or died; `alive` is True until it is reaped."""
 
-    def __init__(self, share: Share, rank: int, *, started_s: float, selector: selectors.BaseSelector) -> None:
+    def __init__(self, share: messages.Share, rank: int, *, started_s: float, selector: selectors.BaseSelector) -> None:
         self.rank = rank
         self.pid = 0
         self.alive = False
         self.cpu_s = 0.0
-        self.outcome: RankOutcome | None = None
+        self.outcome: messages.RankOutcome | None = None
         self._folder = JobFolder(Path(share.folder))
         self._share = share
         self._started_s = started_s
         self._selector = selector
         self._phase = ""
-        self._hang_status: RankStatus | None = None  # "stuck" or "stopped", once its stacks were requested
+        self._hang_status: messages.RankStatus | None = None  # "stuck" or "stopped", once its stacks were requested
         self._muted = False  # ignore whatever it still sends
         self._killed = False  # by this class, so its death is not a failure
         self._oom_kills = linux.oom_kills()
-        self._reader: FrameReader[FromRank] = FrameReader(FromRank)
+        self._reader: messages.FrameReader[messages.FromRank] = messages.FrameReader(messages.FromRank)
 
     def start(self, rank_main: RankMain, keep_fds: frozenset[int]) -> None:
         """Fork the rank. Raises OSError, without leaking a process or a file, when the system refuses."""
@@ -216,22 +200,22 @@ class RankProcess:
         try:
             for message in self._reader.feed(data):
                 self._handle(message)
-        except ProtocolError as error:
+        except messages.ProtocolError as error:
             self._muted = True
             if self.outcome is None:
                 self._finish("raised", time.monotonic(), message=f"sent unreadable data to its supervisor: {error}")
 
-    def _handle(self, message: FromRank) -> None:
-        if isinstance(message, PhaseReached):
+    def _handle(self, message: messages.FromRank) -> None:
+        if isinstance(message, messages.PhaseReached):
             self._phase = message.phase
-        elif isinstance(message, Returned):
+        elif isinstance(message, messages.Returned):
             self._finish("returned", message.at_s, payload=message.payload)
-        elif isinstance(message, Raised):
+        elif isinstance(message, messages.Raised):
             self._finish("raised", message.at_s, message=message.message, traceback=message.traceback)
 
     def _finish(
         self,
-        status: RankStatus,
+        status: messages.RankStatus,
         at_s: float,
         *,
         payload: bytes | None = None,
@@ -239,7 +223,7 @@ class RankProcess:
         traceback: str = "",
         signal_number: int = 0,
     ) -> None:
-        self.outcome = RankOutcome(
+        self.outcome = messages.RankOutcome(
             rank=self.rank,
             status=status,
             payload=payload,

@@ -15,16 +15,8 @@ from typing import Any
 
 import msgspec
 
+from harness.engine import hardware
 from harness.engine.fork_server_engine import ForkServerEngine
-from harness.engine.hardware import (
-    ARITHMETIC,
-    MIN_CPU_SLOTS,
-    Capacity,
-    Device,
-    NodeCapacity,
-    capacity_here,
-    open_leases,
-)
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, NodeLost, Reservation, Scratch
 from harness.engine.ray_connection import Group, RayMachine, alive_machines, bundle, connect, place_group
@@ -37,7 +29,7 @@ class NodeSpec(Message, frozen=True, kw_only=True):
     """What the driver of a run asks of a node. `environ`: variables of the driver that change what ranks compute."""
 
     program: str
-    capacity: NodeCapacity
+    capacity: hardware.NodeCapacity
     logs: str = ""  # keep the folders of jobs here; empty: remove them
     environ: Mapping[str, str] = {}
 
@@ -45,7 +37,7 @@ class NodeSpec(Message, frozen=True, kw_only=True):
 class NodeFacts(Message, frozen=True, kw_only=True):
     """What a node is: slots and device, versions and sources of its packages."""
 
-    capacity: NodeCapacity
+    capacity: hardware.NodeCapacity
     software: Mapping[str, str]
 
 
@@ -70,7 +62,7 @@ class NodeActor(LocalNode):
         self._private = Scratch()
         super().__init__(
             lambda preload: ForkServerEngine(asked.program, preload),
-            open_leases(self._private.path, asked.capacity.device, asked.capacity.slots),
+            hardware.open_leases(self._private.path, asked.capacity.device, asked.capacity.slots),
             asked.capacity,
             logs=Path(asked.logs) if asked.logs else None,
         )
@@ -111,8 +103,8 @@ class NodeActor(LocalNode):
         self._private.close()
 
 
-def node_facts(device: Device) -> bytes:
-    return msgspec.msgpack.encode(NodeFacts(capacity=capacity_here(device), software=software()))
+def node_facts(device: hardware.Device) -> bytes:
+    return msgspec.msgpack.encode(NodeFacts(capacity=hardware.capacity_here(device), software=software()))
 
 
 _START_S = 120.0  # of an actor, on a busy machine
@@ -233,14 +225,14 @@ def ray_message(error: Exception) -> str:
 _FACTS_S = 120.0  # of a process that must be started on a busy machine, and reads the sources of torch
 
 
-def cluster_device(address: str, asked: str) -> Device:
+def cluster_device(address: str, asked: str) -> hardware.Device:
     """Return the device that `auto`, `cpu` or `cuda` means in a cluster; `auto` is `cuda` where Ray knows of a GPU."""
     if asked == "auto":
         return "cuda" if any(machine.gpus for machine in alive_machines(connect(address))) else "cpu"
     return "cuda" if asked == "cuda" else "cpu"
 
 
-def cluster_capacity(address: str, device: Device, slots: int | None) -> Capacity:
+def cluster_capacity(address: str, device: hardware.Device, slots: int | None) -> hardware.Capacity:
     """Return what every node with a CPU, or a GPU, has; `slots`: on each. Reserves nothing.
 
     Raises HarnessError if there is no such node, and where nodes differ in what numbers depend on.
@@ -255,7 +247,7 @@ def cluster_capacity(address: str, device: Device, slots: int | None) -> Capacit
         )
     facts = _facts(ray, machines, device)
     check_alike(software(), facts)
-    return Capacity(
+    return hardware.Capacity(
         nodes=tuple(
             msgspec.structs.replace(
                 facts[machine.name].capacity, host=machine.name, slots=slots_of(machine, device, slots)
@@ -266,7 +258,7 @@ def cluster_capacity(address: str, device: Device, slots: int | None) -> Capacit
 
 
 def open_nodes(
-    address: str, capacity: Capacity, *, program: str, logs: Path | None, note: Callable[[str], None]
+    address: str, capacity: hardware.Capacity, *, program: str, logs: Path | None, note: Callable[[str], None]
 ) -> list[RayNode]:
     """Reserve these nodes and start their actors; waits for what other runs hold. Every node must be closed.
 
@@ -279,7 +271,7 @@ def open_nodes(
     mine = [machines[node.host] for node in capacity.nodes]
     bundles = [bundle(machine, node.device, node.slots) for machine, node in zip(mine, capacity.nodes, strict=True)]
     group = place_group(ray, mine, bundles, note)
-    environ = {name: os.environ[name] for name in ARITHMETIC if name in os.environ}
+    environ = {name: os.environ[name] for name in hardware.ARITHMETIC if name in os.environ}
     nodes = []
     for index, node in enumerate(capacity.nodes):
         own_logs = str(logs / node.host) if logs else ""  # nodes may share a file system
@@ -319,7 +311,7 @@ def check_alike(here: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> None
         )
 
 
-def _facts(ray: Any, machines: list[RayMachine], device: Device) -> dict[str, NodeFacts]:
+def _facts(ray: Any, machines: list[RayMachine], device: hardware.Device) -> dict[str, NodeFacts]:
     """Return the facts of all nodes, queried in parallel. Needs no free CPU on them."""
     on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     asked = ray.remote(node_facts)
@@ -338,14 +330,14 @@ def _facts(ray: Any, machines: list[RayMachine], device: Device) -> dict[str, No
     return facts
 
 
-def slots_of(machine: RayMachine, device: Device, slots: int | None) -> int:
+def slots_of(machine: RayMachine, device: hardware.Device, slots: int | None) -> int:
     """As many as asked for; all GPUs, of which there cannot be more; a CPU each, and what a small machine bears."""
     if device == "cuda":
         return min(machine.gpus, slots or machine.gpus)
-    return (slots or max(MIN_CPU_SLOTS, machine.cpus)) if machine.cpus else 0
+    return (slots or max(hardware.MIN_CPU_SLOTS, machine.cpus)) if machine.cpus else 0
 
 
-def _device(capacity: NodeCapacity) -> dict[str, str]:
+def _device(capacity: hardware.NodeCapacity) -> dict[str, str]:
     """Return what ranks compute on: a case and its counterpart may run on different nodes, and must not differ in a
     bit.
     """

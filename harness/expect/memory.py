@@ -28,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.ddp import alive
 from harness.matrix.dims.fsdp import Unit, fsdp_units
 from harness.matrix.dims.pp import blocks_of_stage, ends_are_one, expert_layers_of, forwards_in_flight, modules_of_stage
@@ -149,26 +150,14 @@ def _whole_block(case: Case, layer: int) -> Elements:
     saved = _norm(case) + _norm(case)
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
     saved[dtype] += tokens * (2 * query + 2 * key)  # query, key, value and output; the output is also the input of wo
-    if case.layout.cp > 1:
-        saved += _of_other_positions(case, key)
+    for one in DIMENSIONS:
+        saved.update(one.saved_by_block(case))
     saved[dtype] += 3 * tokens * hidden  # w1(x), silu(w1(x)), w3(x)
     if case.float8.tp_styles == "float8":
         saved["float8_e4m3fn"] += sum(inputs.values()) + tokens * query
         saved["float32"] += 4  # their scales: inputs of attention, wo, feed-forward, w2
     else:
         saved[dtype] += sum(inputs.values())
-    return saved
-
-
-def _of_other_positions(case: Case, key: int) -> Elements:
-    """Context parallelism: keys and values of the other ranks, and the causal mask of attention.
-
-    A block indexes the RoPE cache by the positions of the rank: its own copy. In bfloat16 it has one anyway.
-    """
-    mine, whole = case.local_seq_len, case.train.seq_len
-    saved: Elements = Counter({case.train.dtype: 2 * case.microbatch * (whole - mine) * key + mine * whole})
-    if case.train.dtype != "bfloat16":
-        saved[case.train.dtype] += mine * case.model.shape.head_dim
     return saved
 
 
@@ -181,7 +170,7 @@ def _mixture(case: Case, rows: int) -> Elements:
     """
     model, tokens, chosen = case.model, case.residual_tokens, case.sent_rows
     multiple = case.float8.traits.group_multiple if case.float8.grouped_mm else GROUP_MULTIPLE
-    padded = multiple * (-(-rows // multiple) + model.experts // case.layout.ep)
+    padded = multiple * (-(-rows // multiple) + case.local_experts)
     saved = Counter({case.wide_dtype: tokens * model.experts + chosen})
     if model.router == "sigmoid":
         saved[case.wide_dtype] += chosen + tokens

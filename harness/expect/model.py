@@ -10,19 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from harness.matrix import linears
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
-from harness.matrix.linears import (
-    BLOCK_LINEARS,
-    OUTPUT_FQN,
-    ROWWISE,
-    block_linears,
-    converted_fqns,
-    is_checkpointed,
-    is_converted,
-    is_recomputed,
-    linear_name,
-)
 from harness.matrix.recipes import E4M3, E5M2, OPERANDS, TENSOR, Operand
 from harness.matrix.upstream import SEPARATE_BACKWARD_CASTS, Changes
 from harness.registry import is_llama
@@ -30,7 +20,7 @@ from harness.trace.model import ModelRecord
 from harness.trace.operands import CastPhase, CastRecord, Role
 
 # The names under which an output layer is left out unless a case converts it too.
-_HEADS = (OUTPUT_FQN, "lm_head")
+_HEADS = (linears.OUTPUT_FQN, "lm_head")
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,14 +56,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def llama_model(case: Case) -> Model:
-    converted = converted_fqns(case)
+    converted = linears.converted_fqns(case)
     has_styles = case.float8.tp_styles == "float8" and case.layout.tp > 1
-    styled = frozenset(fqn for fqn in converted if has_styles and fqn != OUTPUT_FQN)
-    shares = {fqn for fqn in styled if linear_name(fqn) not in ROWWISE}
+    styled = frozenset(fqn for fqn in converted if has_styles and fqn != linears.OUTPUT_FQN)
+    shares = {fqn for fqn in styled if linears.linear_name(fqn) not in linears.ROWWISE}
     return Model(
         converted=converted,
         calls=dict.fromkeys(converted, case.train.accumulation),
-        recomputed={fqn: case.train.accumulation * is_checkpointed(case, fqn) for fqn in converted},
+        recomputed={fqn: case.train.accumulation * linears.is_checkpointed(case, fqn) for fqn in converted},
         on_tp=frozenset(converted),
         styled=styled,
         gathered=frozenset(converted if case.gathers_float8 else ()),
@@ -158,14 +148,14 @@ def recomputed_calls(case: Case, model: Model) -> int:
     if not case.float8.traits.multiplies("forward"):
         return 0
     return case.train.accumulation * sum(
-        is_multiplied_again(case, *_place_in_block(case, fqn)) for fqn in model.converted if fqn != OUTPUT_FQN
+        is_multiplied_again(case, *_place_in_block(case, fqn)) for fqn in model.converted if fqn != linears.OUTPUT_FQN
     )
 
 
 def _place_in_block(case: Case, fqn: str) -> tuple[int, str]:
     """Return the block of a linear, and the name of the dense linear that stands where it does: of a shared expert."""
     layer = int(fqn.split(".")[1])
-    return layer, BLOCK_LINEARS[block_linears(case.model, layer).index(linear_name(fqn))]
+    return layer, linears.BLOCK_LINEARS[linears.block_linears(case.model, layer).index(linears.linear_name(fqn))]
 
 
 def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
@@ -174,16 +164,16 @@ def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
     A compiled block does not recompute what backward does not read. An eager one stops once it has the last tensor that
     backward reads, which `aten.mm` saves before it multiplies: the last linear multiplies again in float8 only.
     """
-    if not is_recomputed(case, layer, name):
+    if not linears.is_recomputed(case, layer, name):
         return False
     if case.compile != "none":
         return not _is_unused_in_backward(case, name)
-    return name != BLOCK_LINEARS[-1] or is_converted(case, f"layers.{layer}.{name}")
+    return name != linears.BLOCK_LINEARS[-1] or linears.is_converted(case, f"layers.{layer}.{name}")
 
 
 def _is_unused_in_backward(case: Case, name: str) -> bool:
     """True if backward does not read the output of this linear: it is the last, or its scattered output is saved."""
-    if name == BLOCK_LINEARS[-1]:
+    if name == linears.BLOCK_LINEARS[-1]:
         return True
     return name == "attention.wo" and case.layout.scatters and case.checkpointing.mode == "selective_op"
 
@@ -245,7 +235,7 @@ def compiled_casts(case: Case, fqns: Collection[str], changes: Changes) -> Compi
     if SEPARATE_BACKWARD_CASTS in changes and case.layout.tp > 1 and case.float8.traits.one_scale_per_tensor:
         weights += sum(not case.checkpointing.wraps(int(fqn.split(".")[1])) for fqn in fqns)
         if case.float8.tp_styles != "float8":  # a style casts a gradient once, before both of its matmuls
-            gradients += sum(fqn.split(".", 2)[2] not in ROWWISE for fqn in fqns)
+            gradients += sum(fqn.split(".", 2)[2] not in linears.ROWWISE for fqn in fqns)
     return CompiledCasts(
         weights_forward=0 if case.gathers_float8 else weights,
         e5m2_forward=0,

@@ -18,19 +18,6 @@ from harness.matrix import linears
 from harness.matrix.case import Case
 from harness.matrix.dims.pp import blocks_of, held
 from harness.matrix.dims.tp import extra_matmul_calls
-from harness.matrix.linears import (
-    EXPERTS,
-    OUTPUT_FQN,
-    ROUTER,
-    in_order,
-    is_checkpointed,
-    is_converted,
-    linear_features,
-    linear_fqns,
-    linear_name,
-    local_features,
-    matmul_sizes,
-)
 from harness.matrix.recipes import TRAITS, MatmulRole, RecipeTraits
 from harness.result import Multiplied, multiplied_by
 from harness.trace.counts import FLOAT8, multiplied_words
@@ -61,7 +48,7 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
     @property
     def linear(self) -> str:
-        return linear_name(self.fqn)
+        return linears.linear_name(self.fqn)
 
     @property
     def aligned(self) -> bool:
@@ -101,7 +88,7 @@ def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """Return the matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
     of_module = {fqn: alike.gemms for alike in alike_modules(case, rank=rank) for fqn in alike.fqns}
     modules = (module.fqn for module in _modules(case, rank))
-    return in_order([[replace(gemm, fqn=fqn) for gemm in of_module[fqn]] for fqn in modules])
+    return linears.in_order([[replace(gemm, fqn=fqn) for gemm in of_module[fqn]] for fqn in modules])
 
 
 class Alike(NamedTuple):
@@ -143,10 +130,10 @@ class _Module(NamedTuple):
 
 def _modules(case: Case, rank: int) -> Iterator[_Module]:
     pads, rows = case.float8.pad_inner_dim, case.tokens_per_rank
-    for fqn in held(case, rank, linear_fqns(case)):
+    for fqn in held(case, rank, linears.linear_fqns(case)):
         yield from _routed(case, fqn)
-        traits = case.float8.traits if is_converted(case, fqn) else HIGH_PRECISION
-        features = local_features(case, linear_name(fqn), rank)
+        traits = case.float8.traits if linears.is_converted(case, fqn) else HIGH_PRECISION
+        features = linears.local_features(case, linears.linear_name(fqn), rank)
         yield _Module(fqn, rows, features, traits, _repeats(case, fqn), pads=pads)
 
 
@@ -156,16 +143,18 @@ def _routed(case: Case, fqn: str) -> Iterator[_Module]:
     if not block or name != "w1":
         return
     model, traits = case.model, case.float8.grouped_traits
-    again = case.train.accumulation * (int(case.train.evaluate) + is_checkpointed(case, fqn))
-    yield _Module(f"{block}.{ROUTER}", case.residual_tokens, (model.shape.dim, model.experts), HIGH_PRECISION, again)
-    up, local = (model.shape.dim, model.expert_dim), model.experts // case.layout.ep
+    again = case.train.accumulation * (int(case.train.evaluate) + linears.is_checkpointed(case, fqn))
+    yield _Module(
+        f"{block}.{linears.ROUTER}", case.residual_tokens, (model.shape.dim, model.experts), HIGH_PRECISION, again
+    )
+    up, local = (model.shape.dim, model.expert_dim), case.local_experts
     for weight, features in (("w1", up), ("w3", up), ("w2", up[::-1])):
-        yield _Module(f"{block}.{EXPERTS}.{weight}", case.sent_rows, features, traits, again, groups=local)
+        yield _Module(f"{block}.{linears.EXPERTS}.{weight}", case.sent_rows, features, traits, again, groups=local)
 
 
 def _gemms_of(case: Case, module: _Module) -> tuple[Gemm, ...]:
     matmuls = []
-    for role, (m, n, k) in matmul_sizes(module.rows, module.features).items():
+    for role, (m, n, k) in linears.matmul_sizes(module.rows, module.features).items():
         float8 = module.traits.multiplies(role)
         pads = float8 and module.pads
         gemm = Gemm(
@@ -190,7 +179,7 @@ def _gemms_of(case: Case, module: _Module) -> tuple[Gemm, ...]:
 
 def _repeats(case: Case, fqn: str) -> int:
     again = int(case.train.evaluate)
-    if fqn != OUTPUT_FQN:
+    if fqn != linears.OUTPUT_FQN:
         _, layer, name = fqn.split(".", 2)
         again += is_multiplied_again(case, int(layer), name)
     return case.train.accumulation * again
@@ -214,9 +203,11 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
     """
     by_part: dict[tuple[str, str, str], list[tuple[Gemm, int]]] = {}
     counted = [(gemm, len(kind.fqns)) for kind in alike_modules(case, rank=rank) for gemm in kind.gemms]
-    for gemm, times in sorted(counted, key=lambda pair: (pair[0].fqn == OUTPUT_FQN, _ROLES.index(pair[0].role))):
+    for gemm, times in sorted(
+        counted, key=lambda pair: (pair[0].fqn == linears.OUTPUT_FQN, _ROLES.index(pair[0].role))
+    ):
         by_part.setdefault((_part_of(gemm.fqn), gemm.role, gemm.precision), []).append((gemm, times))
-    linears = (
+    of_linears = (
         Work(
             part=part,
             role=role,
@@ -227,13 +218,13 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
         )
         for (part, role, precision), of_part in by_part.items()
     )
-    return (*linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
+    return (*of_linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
 
 
 def _part_of(fqn: str) -> str:
-    if fqn == OUTPUT_FQN:
+    if fqn == linears.OUTPUT_FQN:
         return OUTPUT
-    return ROUTED if linear_name(fqn).startswith((ROUTER, EXPERTS)) else BLOCKS
+    return ROUTED if linears.linear_name(fqn).startswith((linears.ROUTER, linears.EXPERTS)) else BLOCKS
 
 
 def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> Iterator[Work]:
@@ -264,9 +255,9 @@ def orthogonalized(case: Case, *, rank: int) -> Iterator[tuple[int, int, int]]:
 
     Each of five rounds multiplies a matrix by its transpose, the result by itself, and that by the matrix.
     """
-    for fqn in held(case, rank, linear_fqns(case)) if case.train.optimizer == "muon" else ():
-        if fqn != OUTPUT_FQN:
-            short, long = sorted(linear_features(case, linear_name(fqn)))
+    for fqn in held(case, rank, linears.linear_fqns(case)) if case.train.optimizer == "muon" else ():
+        if fqn != linears.OUTPUT_FQN:
+            short, long = sorted(linears.linear_features(case, linears.linear_name(fqn)))
             yield from [(short, short, long), (short, short, short), (short, long, short)] * 5
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from harness.declared import declared
 from harness.errors import HarnessError
 from harness.matrix.axis import Axis, Changes
 from harness.matrix.case import Case, Model, ModelShape
@@ -84,19 +85,17 @@ def out_of_scope(word: str) -> OutOfScope | None:
     return next((feature for feature in SCOPE if feature.words and re.fullmatch(feature.words, plain)), None)
 
 
-def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object]]:
+def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object, Axis]]:
+    axes = declared(owner)
     for name, hint in typing.get_type_hints(owner, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, CaseStruct):
-            yield from (((name, *path), inner) for path, inner in _fields(hint))
+            yield from (((name, *path), inner, axis) for path, inner, axis in _fields(hint))
         else:
-            yield (name,), hint
+            yield (name,), hint, axes[name]
 
 
-_HINTS = dict(_fields(Case))  # by path, in the order of the words of ids
-_DECLARATIONS = {
-    path: next(argument for argument in typing.get_args(hint) if isinstance(argument, Axis))
-    for path, hint in _HINTS.items()
-}
+_HINTS = {path: hint for path, hint, _ in _fields(Case)}  # in the order of the words of ids
+_DECLARATIONS = {path: axis for path, _, axis in _fields(Case)}
 AXES: dict[str, tuple[str, ...]] = {axis.name or path[-1]: path for path, axis in _DECLARATIONS.items()}
 DECLARED: dict[str, Axis] = {name: _DECLARATIONS[path] for name, path in AXES.items()}
 _VALUES = operator.attrgetter(*(".".join(path) for path in AXES.values()))  # of a case, in the order of the axes

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from harness.declared import Declaration
+
 
 class Changes(enum.Enum):
     """What another value of the axis changes. References leave out options that must not change results."""
@@ -36,7 +38,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     dotted: bool = False
 
 
-class Axis(msgspec.Struct, frozen=True, kw_only=True):
+class Axis(Declaration, frozen=True, kw_only=True):
     """The declaration of an axis.
 
     `name`: where the field is not named like it. `meaning`: in a few words, for options, case files and editors.
@@ -61,8 +63,8 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     same_bits: str = ""
 
 
-def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Axis:
-    """Return the declaration of an axis with these words; `rest` are the other fields of `Axis`."""
+def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Any:
+    """Return the declaration of an axis with these words, an `Axis`; `rest` are its other fields."""
     return Axis(meaning=meaning, words=words, changes=changes, part=part, **rest)
 
 

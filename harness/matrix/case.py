@@ -64,121 +64,91 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     other steps; with `resharded` through another layout of the same ranks (`caseid.py`).
     """
 
-    global_batch: Annotated[
-        PositiveInt,
-        _of_training(
-            "sequences per step, over all ranks",
-            number("gb{global_batch}", "gb8", "{0} sequences per step, over all ranks"),
-        ),
-    ] = 8
-    seq_len: Annotated[
-        PositiveInt, _of_training("tokens of a sequence", number("sl{seq_len}", "sl32", "sequences of {0} tokens"))
-    ] = 32
-    steps: Annotated[
-        Annotated[int, Meta(ge=1, le=100_000)],
-        _of_training("optimizer steps", number("s{steps}", "s5", "{0} steps"), everyday=True),
-    ] = 5
-    accumulation: Annotated[
-        PositiveInt,
-        _of_training(
-            "microbatches per optimizer step",
-            number("accum{accumulation}", "accum2", "{0} microbatches per rank and optimizer step"),
-            changes=Changes.SUMS,
-        ),
-    ] = 1
-    reduce_grads: Annotated[
-        Literal["every_microbatch", "last_microbatch"],
-        _of_training(
-            "after which microbatches FSDP2 reduces gradients",
-            flag(
-                "reduce.last", "gradients are reduced after the last microbatch alone", reduce_grads="last_microbatch"
-            ),
-            changes=Changes.SUMS,
-        ),
-    ] = "every_microbatch"
-    max_norm: Annotated[
-        Annotated[float, Meta(gt=0, le=1e6)] | None,
-        _of_training(
-            "max global gradient norm; unset: no clipping",
-            number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
-            example=1.0,
-        ),
-    ] = None
-    evaluate: Annotated[
-        bool,
-        _of_training(
-            "evaluate the batch of every step first, without gradients and in evaluation mode",
-            flag("eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
-            changes=Changes.NOTHING,
-            same_bits="an evaluation changes nothing that training reads",
-        ),
-    ] = False
-    ignored_tokens: Annotated[
-        Literal["none", "unequal", "half"],
-        _of_training(
-            "ignored labels (-100): a different number per rank, or half the batch",
-            flag("ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"),
-            flag("ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
-        ),
-    ] = "none"
-    resume: Annotated[
-        Resume,
-        _of_training(
-            "save the state mid-run and load it into a new target; resharded: through another layout",
-            flag("resume", "state is saved in the middle of the run, and resumed by a new target", resume="same"),
-            flag("resume.resharded", "resumed through another layout, which loads and saves state", resume="resharded"),
-            changes=Changes.NOTHING,
-            same_bits="a state that is saved and loaded has the same bits",
-        ),
-    ] = "none"
-    optimizer: Annotated[
-        Optimizer,
-        _of_training(
-            "optimizer; sgd shows the scale of gradients, for example with lr = 0.1; muon needs whole matrices",
-            flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
-            flag("muon", "Muon updates the weights of blocks' linears, AdamW the others", optimizer="muon"),
-            noise="_{}",
-        ),
-    ] = "adamw"
-    lr: Annotated[
-        Annotated[float, Meta(gt=0, le=10)],
-        _of_training(
-            "learning rate of the optimizer", number("lr{lr}", "lr0.001", "learning rate {0}"), noise="_lr{:g}"
-        ),
-    ] = 1e-3
-    seed: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**32)],
-        _of_training("seed of weights and data", number("seed{seed}", "seed0", "seed {0}")),
-    ] = 0
-    parameter_dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        _of_training(
-            "dtype of the parameters that the optimizer updates, where activations are bfloat16",
-            flag("param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
-            noise="_param_{}",
-        ),
-    ] = "float32"
-    reduce_dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        _of_training(
-            "dtype in which FSDP2 sums gradients over ranks",
-            flag("reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
-            changes=Changes.SUMS,
-        ),
-    ] = "float32"
-    dtype: Annotated[
-        Dtype,
-        _of_training(
-            "dtype of parameters and activations; float64 for sharp comparisons",
-            flag("f64", "float64, for sharp comparisons", dtype="float64"),
-            flag("f32", "float32", dtype="float32"),
-            flag("b16", "bfloat16, with float32 master weights but for param.b16", dtype="bfloat16"),
-            changes=Changes.ROUNDING,
-            part="dtype",
-            reference="bfloat16",
-            everyday=True,
-        ),
-    ] = "float32"
+    global_batch: PositiveInt = _of_training(
+        "sequences per step, over all ranks",
+        number("gb{global_batch}", "gb8", "{0} sequences per step, over all ranks"),
+        unset=8,
+    )
+    seq_len: PositiveInt = _of_training(
+        "tokens of a sequence", number("sl{seq_len}", "sl32", "sequences of {0} tokens"), unset=32
+    )
+    steps: Annotated[int, Meta(ge=1, le=100_000)] = _of_training(
+        "optimizer steps", number("s{steps}", "s5", "{0} steps"), everyday=True, unset=5
+    )
+    accumulation: PositiveInt = _of_training(
+        "microbatches per optimizer step",
+        number("accum{accumulation}", "accum2", "{0} microbatches per rank and optimizer step"),
+        changes=Changes.SUMS,
+        unset=1,
+    )
+    reduce_grads: Literal["every_microbatch", "last_microbatch"] = _of_training(
+        "after which microbatches FSDP2 reduces gradients",
+        flag("reduce.last", "gradients are reduced after the last microbatch alone", reduce_grads="last_microbatch"),
+        changes=Changes.SUMS,
+        unset="every_microbatch",
+    )
+    max_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = _of_training(
+        "max global gradient norm; unset: no clipping",
+        number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
+        example=1.0,
+    )
+    evaluate: bool = _of_training(
+        "evaluate the batch of every step first, without gradients and in evaluation mode",
+        flag("eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
+        changes=Changes.NOTHING,
+        same_bits="an evaluation changes nothing that training reads",
+        unset=False,
+    )
+    ignored_tokens: Literal["none", "unequal", "half"] = _of_training(
+        "ignored labels (-100): a different number per rank, or half the batch",
+        flag("ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"),
+        flag("ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
+        unset="none",
+    )
+    resume: Resume = _of_training(
+        "save the state mid-run and load it into a new target; resharded: through another layout",
+        flag("resume", "state is saved in the middle of the run, and resumed by a new target", resume="same"),
+        flag("resume.resharded", "resumed through another layout, which loads and saves state", resume="resharded"),
+        changes=Changes.NOTHING,
+        same_bits="a state that is saved and loaded has the same bits",
+        unset="none",
+    )
+    optimizer: Optimizer = _of_training(
+        "optimizer; sgd shows the scale of gradients, for example with lr = 0.1; muon needs whole matrices",
+        flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
+        flag("muon", "Muon updates the weights of blocks' linears, AdamW the others", optimizer="muon"),
+        noise="_{}",
+        unset="adamw",
+    )
+    lr: Annotated[float, Meta(gt=0, le=10)] = _of_training(
+        "learning rate of the optimizer", number("lr{lr}", "lr0.001", "learning rate {0}"), noise="_lr{:g}", unset=1e-3
+    )
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = _of_training(
+        "seed of weights and data", number("seed{seed}", "seed0", "seed {0}"), unset=0
+    )
+    parameter_dtype: Literal["float32", "bfloat16"] = _of_training(
+        "dtype of the parameters that the optimizer updates, where activations are bfloat16",
+        flag("param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
+        noise="_param_{}",
+        unset="float32",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = _of_training(
+        "dtype in which FSDP2 sums gradients over ranks",
+        flag("reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
+        changes=Changes.SUMS,
+        unset="float32",
+    )
+    dtype: Dtype = _of_training(
+        "dtype of parameters and activations; float64 for sharp comparisons",
+        flag("f64", "float64, for sharp comparisons", dtype="float64"),
+        flag("f32", "float32", dtype="float32"),
+        flag("b16", "bfloat16, with float32 master weights but for param.b16", dtype="bfloat16"),
+        changes=Changes.ROUNDING,
+        part="dtype",
+        reference="bfloat16",
+        everyday=True,
+        unset="float32",
+    )
 
     @property
     def tokens(self) -> int:
@@ -234,35 +204,31 @@ CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
 class Checkpointing(CaseStruct, frozen=True, kw_only=True):
     """Activation checkpointing. `every`: `selective_layer` wraps every n-th block; other modes keep the default."""
 
-    mode: Annotated[
-        CheckpointMode,
-        axis(
-            "activation checkpointing",
-            flag("ac.full", "every block is checkpointed whole", checkpointing="full"),
-            flag("ac.op", "every second matmul of a block is recomputed", checkpointing="selective_op"),
-            number(
-                "ac.layer{checkpoint_every}",
-                "ac.layer2",
-                "block {0} of every {0} is checkpointed whole",
-                checkpointing="selective_layer",
-            ),
-            name="checkpointing",
-            changes=Changes.NOTHING,
-            same_bits="recomputation repeats the same arithmetic on the same bits",
-            part="checkpointing",
-            everyday=True,
+    mode: CheckpointMode = axis(
+        "activation checkpointing",
+        flag("ac.full", "every block is checkpointed whole", checkpointing="full"),
+        flag("ac.op", "every second matmul of a block is recomputed", checkpointing="selective_op"),
+        number(
+            "ac.layer{checkpoint_every}",
+            "ac.layer2",
+            "block {0} of every {0} is checkpointed whole",
+            checkpointing="selective_layer",
         ),
-    ] = "none"
-    every: Annotated[
-        PositiveInt,
-        axis(
-            "selective_layer: every n-th block is checkpointed",
-            name="checkpoint_every",
-            changes=Changes.NOTHING,
-            part="checkpointing",
-            needs=("checkpointing",),
-        ),
-    ] = 2
+        name="checkpointing",
+        changes=Changes.NOTHING,
+        same_bits="recomputation repeats the same arithmetic on the same bits",
+        part="checkpointing",
+        everyday=True,
+        unset="none",
+    )
+    every: PositiveInt = axis(
+        "selective_layer: every n-th block is checkpointed",
+        name="checkpoint_every",
+        changes=Changes.NOTHING,
+        part="checkpointing",
+        needs=("checkpointing",),
+        unset=2,
+    )
 
     def __post_init__(self) -> None:
         if self.mode != "selective_layer":
@@ -281,16 +247,13 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
 class Checks(CaseStruct, frozen=True, kw_only=True):
     """Overrides for checks: a wider or tighter loss tolerance (absolute, in nats)."""
 
-    loss_tolerance: Annotated[
-        Annotated[float, Meta(gt=0, le=100)] | None,
-        axis(
-            "loss tolerance against BF16, in nats",
-            number("tol.{loss_tolerance}", "tol.0.05", "loss may be {0} nats from BF16"),
-            changes=Changes.NOTHING,
-            part="checks",
-            example=0.05,
-        ),
-    ] = None
+    loss_tolerance: Annotated[float, Meta(gt=0, le=100)] | None = axis(
+        "loss tolerance against BF16, in nats",
+        number("tol.{loss_tolerance}", "tol.0.05", "loss may be {0} nats from BF16"),
+        changes=Changes.NOTHING,
+        part="checks",
+        example=0.05,
+    )
 
     def __post_init__(self) -> None:
         if self.loss_tolerance is not None and not math.isfinite(self.loss_tolerance):
@@ -303,36 +266,32 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     `target` is what trains: a name in `registry.py`, or the module of a user's own target.
     """
 
-    target: Annotated[
-        Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)],
-        axis(
-            "target: reference, torchtitan_0_3, or your own module",
-            Word(
-                template="target.{target}",
-                example="target.my_pkg.my_target",
-                meaning="trained by {0} instead of the reference Llama",
-                pattern=TARGET_NAME.pattern,
-            ),
-            changes=Changes.TRAINING,
-            part="target",
-            everyday=True,
+    target: Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)] = axis(
+        "target: reference, torchtitan_0_3, or your own module",
+        Word(
+            template="target.{target}",
+            example="target.my_pkg.my_target",
+            meaning="trained by {0} instead of the reference Llama",
+            pattern=TARGET_NAME.pattern,
         ),
-    ] = REFERENCE
+        changes=Changes.TRAINING,
+        part="target",
+        everyday=True,
+        unset=REFERENCE,
+    )
     layout: Layout = Layout()
     float8: Float8 = Float8()
     checkpointing: Checkpointing = Checkpointing()
-    compile: Annotated[
-        Literal["none", "graph", "inductor"],
-        axis(
-            "graph executes compiled graphs, inductor generates code",
-            flag("graph", "compiled blocks, as graphs that are executed", compile="graph"),
-            flag("inductor", "compiled blocks, as code that inductor generates", compile="inductor"),
-            changes=Changes.NOTHING,
-            same_bits="the graph is executed operator by operator, undecomposed",
-            part="compile",
-            everyday=True,
-        ),
-    ] = "none"
+    compile: Literal["none", "graph", "inductor"] = axis(
+        "graph executes compiled graphs, inductor generates code",
+        flag("graph", "compiled blocks, as graphs that are executed", compile="graph"),
+        flag("inductor", "compiled blocks, as code that inductor generates", compile="inductor"),
+        changes=Changes.NOTHING,
+        same_bits="the graph is executed operator by operator, undecomposed",
+        part="compile",
+        everyday=True,
+        unset="none",
+    )
     model: Model = Model()
     train: Train = Train()
     checks: Checks = Checks()
@@ -386,6 +345,11 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     def sent_rows(self) -> int:
         """Rows that a rank sends to experts in the forward of a block, and gets if tokens are spread evenly."""
         return self.residual_tokens * self.model.top_k
+
+    @property
+    def local_experts(self) -> int:
+        """Return how many experts of a block a rank holds."""
+        return self.model.experts // self.layout.ep
 
     @property
     def forward_passes(self) -> int:

@@ -25,24 +25,21 @@ _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
 class Mesh(CaseStruct, frozen=True, kw_only=True):
     """The degrees of the axes of a mesh, the outermost first. With `dp_shard` `dp_replicate` is HSDP, alone DDP."""
 
-    pp: Annotated[
-        Degree, _axis("number of pipeline stages", number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"))
-    ] = 1
-    dp_replicate: Annotated[
-        Degree,
-        _axis(
-            "HSDP, DDP: number of replicas",
-            flag("single", "one rank"),
-            number("fsdp{dp_shard}", "fsdp4", "FSDP2 over {0} ranks"),
-            number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
-            number("ddp{dp_replicate}", "ddp2", "DDP over {0} ranks"),
-        ),
-    ] = 1
-    dp_shard: Annotated[Degree, _axis("FSDP2 degree: ranks that shard every parameter", everyday=True)] = 1
-    tp: Annotated[
-        Degree,
-        _axis("tensor-parallel degree", number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"), everyday=True),
-    ] = 1
+    pp: Degree = _axis(
+        "number of pipeline stages", number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"), unset=1
+    )
+    dp_replicate: Degree = _axis(
+        "HSDP, DDP: number of replicas",
+        flag("single", "one rank"),
+        number("fsdp{dp_shard}", "fsdp4", "FSDP2 over {0} ranks"),
+        number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
+        number("ddp{dp_replicate}", "ddp2", "DDP over {0} ranks"),
+        unset=1,
+    )
+    dp_shard: Degree = _axis("FSDP2 degree: ranks that shard every parameter", everyday=True, unset=1)
+    tp: Degree = _axis(
+        "tensor-parallel degree", number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"), everyday=True, unset=1
+    )
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -91,91 +88,71 @@ class Layout(Mesh, frozen=True, kw_only=True):
     backward, `always` or `never`. With `default` it keeps those of the last unit, with which backward begins.
     """
 
-    async_tp: Annotated[
-        bool,
-        _axis(
-            "fuse the collectives of TP with matmuls; needs compile",
-            number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
-            same_bits="a fused operator multiplies the same rows and sums the same partial results in rank order",
-        ),
-    ] = False
-    symm_mem: Annotated[
-        Literal["pipelined", "fallback"],
-        _axis(
-            "form of the fused operators of async TP",
-            flag("fallback", "async TP in torch's unfused reference form", symm_mem="fallback"),
-            needs=("async_tp",),
-        ),
-    ] = "pipelined"
-    wait_for_embedding: Annotated[
-        bool,
-        _axis(
-            "compiled blocks get the finished embedding",
-            flag("nowait", "blocks get an embedding that is still being gathered", wait_for_embedding=False),
-            needs=("tp", "compile"),
-        ),
-    ] = True
-    sequence_parallel: Annotated[
-        bool,
-        _axis(
-            "sequence parallelism: TP ranks shard the sequence outside of matmuls",
-            flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
-            needs=("tp",),
-        ),
-    ] = True
-    loss_parallel: Annotated[
-        bool,
-        _axis(
-            "TP ranks shard the logits and the loss",
-            flag("nolp", "TP without loss parallelism", loss_parallel=False),
-            needs=("tp",),
-        ),
-    ] = True
-    reshard_after_forward: Annotated[
-        Literal["default", "always", "never"],
-        _axis(
-            "FSDP2 frees gathered weights after forward (default: except the last unit)",
-            flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
-            flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
-            same_bits="a weight that is gathered again has the same bits",
-        ),
-    ] = "default"
+    async_tp: bool = _axis(
+        "fuse the collectives of TP with matmuls; needs compile",
+        number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
+        same_bits="a fused operator multiplies the same rows and sums the same partial results in rank order",
+        unset=False,
+    )
+    symm_mem: Literal["pipelined", "fallback"] = _axis(
+        "form of the fused operators of async TP",
+        flag("fallback", "async TP in torch's unfused reference form", symm_mem="fallback"),
+        needs=("async_tp",),
+        unset="pipelined",
+    )
+    wait_for_embedding: bool = _axis(
+        "compiled blocks get the finished embedding",
+        flag("nowait", "blocks get an embedding that is still being gathered", wait_for_embedding=False),
+        needs=("tp", "compile"),
+        unset=True,
+    )
+    sequence_parallel: bool = _axis(
+        "sequence parallelism: TP ranks shard the sequence outside of matmuls",
+        flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
+        needs=("tp",),
+        unset=True,
+    )
+    loss_parallel: bool = _axis(
+        "TP ranks shard the logits and the loss",
+        flag("nolp", "TP without loss parallelism", loss_parallel=False),
+        needs=("tp",),
+        unset=True,
+    )
+    reshard_after_forward: Literal["default", "always", "never"] = _axis(
+        "FSDP2 frees gathered weights after forward (default: except the last unit)",
+        flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
+        flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
+        same_bits="a weight that is gathered again has the same bits",
+        unset="default",
+    )
 
-    schedule: Annotated[
-        Schedule,
-        _axis(
-            "the order of microbatches in a pipeline",
-            flag("gpipe", "all forwards of a pipeline, then all backwards", schedule="gpipe"),
-            flag("interleaved", "two stages of a pipeline per rank, 1F1B", schedule="interleaved"),
-            flag("zb", "a pipeline that computes gradients of weights in its bubbles", schedule="zero_bubble"),
-            needs=("pp",),
-        ),
-    ] = "1f1b"
-    ep: Annotated[
-        Degree,
-        _axis(
-            "expert-parallel degree: ranks of tp and dp_shard that share the experts of a block",
-            number("ep{ep}", "ep2", "expert parallelism over {0} of the ranks that share parameters"),
-            needs=("experts",),
-        ),
-    ] = 1
+    schedule: Schedule = _axis(
+        "the order of microbatches in a pipeline",
+        flag("gpipe", "all forwards of a pipeline, then all backwards", schedule="gpipe"),
+        flag("interleaved", "two stages of a pipeline per rank, 1F1B", schedule="interleaved"),
+        flag("zb", "a pipeline that computes gradients of weights in its bubbles", schedule="zero_bubble"),
+        needs=("pp",),
+        unset="1f1b",
+    )
+    ep: Degree = _axis(
+        "expert-parallel degree: ranks of tp and dp_shard that share the experts of a block",
+        number("ep{ep}", "ep2", "expert parallelism over {0} of the ranks that share parameters"),
+        needs=("experts",),
+        unset=1,
+    )
 
-    cp: Annotated[
-        Degree,
-        _axis(
-            "context-parallel degree, carved out of dp_shard",
-            number("cp{cp}", "cp2", "context parallelism over {0} of the ranks that share parameters"),
-            needs=("dp_shard",),
-        ),
-    ] = 1
-    sequence_order: Annotated[
-        Literal["headtail", "contiguous"],
-        _axis(
-            "positions of a CP rank: headtail balances the causal mask",
-            flag("contiguous", "CP ranks have contiguous positions", sequence_order="contiguous"),
-            needs=("cp",),
-        ),
-    ] = "headtail"
+    cp: Degree = _axis(
+        "context-parallel degree, carved out of dp_shard",
+        number("cp{cp}", "cp2", "context parallelism over {0} of the ranks that share parameters"),
+        needs=("dp_shard",),
+        unset=1,
+    )
+    sequence_order: Literal["headtail", "contiguous"] = _axis(
+        "positions of a CP rank: headtail balances the causal mask",
+        flag("contiguous", "CP ranks have contiguous positions", sequence_order="contiguous"),
+        needs=("cp",),
+        unset="headtail",
+    )
 
     @property
     def meshes(self) -> tuple[dict[str, int], ...]:
@@ -214,6 +191,11 @@ class Layout(Mesh, frozen=True, kw_only=True):
     def batches(self) -> int:
         """Return the number of different slices of the global batch: ranks of `cp` share one, and those of `tp`."""
         return max(1, self.dp_replicate * self.dp_shard // self.cp)
+
+    @property
+    def dp_in_ep(self) -> int:
+        """Return how many data-parallel ranks hold the experts of a block between them: `ep` has all ranks of `tp`."""
+        return max(1, self.ep // self.tp)
 
     def __post_init__(self) -> None:
         if self.tp == 1:

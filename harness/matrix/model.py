@@ -1,12 +1,13 @@
 """The model of a case: a Llama by preset, every size of which can be overridden."""
 
 import functools
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from harness.matrix.axis import Axis, Changes, axis, flag, number
+from harness.declared import Declares
+from harness.matrix.axis import Changes, axis, flag, number
 
 PRESET_WORDS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates words of ids
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -14,7 +15,9 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 _axis = functools.partial(axis, part="model", changes=Changes.TRAINING)
 
 
-class CaseStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class CaseStruct(
+    msgspec.Struct, metaclass=Declares, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Base of a case and of its parts: immutable, keyword-only, unknown keys rejected."""
 
 
@@ -48,7 +51,7 @@ _PRESETS = tuple(
 )
 
 
-def _size(name: str, example: str, meaning: str) -> Axis:
+def _size(name: str, example: str, meaning: str) -> Any:
     return _axis(
         meaning, number(f"{example.partition('.')[0]}.{{{name}}}", example, f"{name} {{0}}"), noise=f"_{name}{{}}"
     )
@@ -70,86 +73,69 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     had fewer tokens than the mean.
     """
 
-    preset: Annotated[
-        Literal["tiny", "debug", "llama3-8b-layer"],
-        _axis("model preset; the sizes below override it", *_PRESETS, name="model"),
-    ] = "tiny"
-    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "model dim")] = None
-    layers: Annotated[PositiveInt | None, _size("layers", "layers.4", "blocks")] = None
-    heads: Annotated[PositiveInt | None, _size("heads", "heads.4", "attention heads")] = None
-    kv_heads: Annotated[PositiveInt | None, _size("kv_heads", "kvheads.4", "number of KV heads")] = None
-    ffn_dim: Annotated[PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden dim of the feed-forward")] = None
-    bias: Annotated[
-        bool,
-        _axis(
-            "the linears of blocks have a bias; the output layer has none",
-            flag("bias", "the linears of blocks have a bias", bias=True),
-            noise="_bias",
-        ),
-    ] = False
-    tied: Annotated[
-        bool,
-        _axis(
-            "the output layer multiplies by the weights of the embedding",
-            flag("tied", "embedding and output layer share their weights", tied=True),
-            noise="_tied",
-        ),
-    ] = False
-    experts: Annotated[
-        Annotated[int, Meta(ge=0, le=1024)],
-        _axis(
-            "experts of every block but the first; 0: all blocks are dense",
-            number("moe{experts}", "moe4", "{0} experts in every block but the first"),
-            noise="_moe{}",
-            example=4,
-        ),
-    ] = 0
-    top_k: Annotated[
-        PositiveInt,
-        _axis(
-            "experts that every token is sent to",
-            number("top{top_k}", "top1", "every token is sent to {0} experts"),
-            needs=("experts",),
-            noise="_top{}",
-        ),
-    ] = 2
-    router: Annotated[
-        Literal["softmax", "sigmoid"],
-        _axis(
-            "router scores: softmax, or sigmoid normalized over the chosen experts",
-            flag("sigmoid", "router scores are sigmoids, normalized over the chosen experts", router="sigmoid"),
-            needs=("experts",),
-            noise="_{}",
-        ),
-    ] = "softmax"
-    balance: Annotated[
-        bool,
-        _axis(
-            "auxiliary-loss-free load balancing (`expert_bias`), updated once per step",
-            flag("balance", "auxiliary-loss-free load balancing", balance=True),
-            needs=("experts",),
-            noise="_balance",
-        ),
-    ] = False
-    vocab_size: Annotated[
-        PositiveInt,
-        _axis(
-            "tokens of the vocabulary",
-            number("v{vocab_size}", "v2048", "vocabulary of {0} tokens"),
-            part="vocabulary",
-            always=True,
-            everyday=True,
-        ),
-    ] = 2048
-    pad_vocab_to_multiple_of: Annotated[
-        PositiveInt,
-        _axis(
-            "add rows to embedding and output layer up to a multiple of this",
-            number("vpad{pad_vocab_to_multiple_of}", "vpad128", "padded to a multiple of {0}"),
-            changes=Changes.PADDING,
-            part="vocabulary",
-        ),
-    ] = 1
+    preset: Literal["tiny", "debug", "llama3-8b-layer"] = _axis(
+        "model preset; the sizes below override it", *_PRESETS, name="model", unset="tiny"
+    )
+    dim: PositiveInt | None = _size("dim", "dim.512", "model dim")
+    layers: PositiveInt | None = _size("layers", "layers.4", "blocks")
+    heads: PositiveInt | None = _size("heads", "heads.4", "attention heads")
+    kv_heads: PositiveInt | None = _size("kv_heads", "kvheads.4", "number of KV heads")
+    ffn_dim: PositiveInt | None = _size("ffn_dim", "ffn.512", "hidden dim of the feed-forward")
+    bias: bool = _axis(
+        "the linears of blocks have a bias; the output layer has none",
+        flag("bias", "the linears of blocks have a bias", bias=True),
+        noise="_bias",
+        unset=False,
+    )
+    tied: bool = _axis(
+        "the output layer multiplies by the weights of the embedding",
+        flag("tied", "embedding and output layer share their weights", tied=True),
+        noise="_tied",
+        unset=False,
+    )
+    experts: Annotated[int, Meta(ge=0, le=1024)] = _axis(
+        "experts of every block but the first; 0: all blocks are dense",
+        number("moe{experts}", "moe4", "{0} experts in every block but the first"),
+        noise="_moe{}",
+        example=4,
+        unset=0,
+    )
+    top_k: PositiveInt = _axis(
+        "experts that every token is sent to",
+        number("top{top_k}", "top1", "every token is sent to {0} experts"),
+        needs=("experts",),
+        noise="_top{}",
+        unset=2,
+    )
+    router: Literal["softmax", "sigmoid"] = _axis(
+        "router scores: softmax, or sigmoid normalized over the chosen experts",
+        flag("sigmoid", "router scores are sigmoids, normalized over the chosen experts", router="sigmoid"),
+        needs=("experts",),
+        noise="_{}",
+        unset="softmax",
+    )
+    balance: bool = _axis(
+        "auxiliary-loss-free load balancing (`expert_bias`), updated once per step",
+        flag("balance", "auxiliary-loss-free load balancing", balance=True),
+        needs=("experts",),
+        noise="_balance",
+        unset=False,
+    )
+    vocab_size: PositiveInt = _axis(
+        "tokens of the vocabulary",
+        number("v{vocab_size}", "v2048", "vocabulary of {0} tokens"),
+        part="vocabulary",
+        always=True,
+        everyday=True,
+        unset=2048,
+    )
+    pad_vocab_to_multiple_of: PositiveInt = _axis(
+        "add rows to embedding and output layer up to a multiple of this",
+        number("vpad{pad_vocab_to_multiple_of}", "vpad128", "padded to a multiple of {0}"),
+        changes=Changes.PADDING,
+        part="vocabulary",
+        unset=1,
+    )
 
     def __post_init__(self) -> None:
         base = MODEL_PRESETS[self.preset]

@@ -216,114 +216,94 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
     with one scale, `axs`, with one for every row, or `dis`: not cast. `go:e4m3`, `go:e5m2`: dtype of grad_output.
     """
 
-    recipe: Annotated[
-        Recipe,
-        _axis(
-            "how linears are converted to FP8; bf16 converts none",
-            flag("bf16", "no FP8: no linear is converted", recipe="bf16"),
-            flag("tensorwise", "FP8 with one scale per tensor", recipe="tensorwise"),
-            flag("rowwise", "FP8 with one scale per row", recipe="rowwise"),
-            flag("rowwise_with_gw_hp", "rowwise, but no FP8 in weight gradients", recipe="rowwise_with_gw_hp"),
-            flag("mxfp8", "MXFP8: one scale per 32 values, rounded up (RCEIL)", recipe="mxfp8"),
-            flag("mxfp8_floor", "MXFP8 whose scales are rounded down (FLOOR)", recipe="mxfp8_floor"),
-            flag("mxfp8_with_gw_hp", "MXFP8, but high precision in weight gradients", recipe="mxfp8_with_gw_hp"),
-            flag("blockwise", "FP8 with one scale per 128 values, of weights per 128 x 128", recipe="blockwise"),
-            part="recipe",
-            needs=(),
-            everyday=True,
+    recipe: Recipe = _axis(
+        "how linears are converted to FP8; bf16 converts none",
+        flag("bf16", "no FP8: no linear is converted", recipe="bf16"),
+        flag("tensorwise", "FP8 with one scale per tensor", recipe="tensorwise"),
+        flag("rowwise", "FP8 with one scale per row", recipe="rowwise"),
+        flag("rowwise_with_gw_hp", "rowwise, but no FP8 in weight gradients", recipe="rowwise_with_gw_hp"),
+        flag("mxfp8", "MXFP8: one scale per 32 values, rounded up (RCEIL)", recipe="mxfp8"),
+        flag("mxfp8_floor", "MXFP8 whose scales are rounded down (FLOOR)", recipe="mxfp8_floor"),
+        flag("mxfp8_with_gw_hp", "MXFP8, but high precision in weight gradients", recipe="mxfp8_with_gw_hp"),
+        flag("blockwise", "FP8 with one scale per 128 values, of weights per 128 x 128", recipe="blockwise"),
+        part="recipe",
+        needs=(),
+        everyday=True,
+        unset="bf16",
+    )
+    fp8_all_gather: bool = _axis(
+        "FSDP2 gathers weights in float8",
+        flag("ag.fp8", "FSDP2 gathers weights in float8", fp8_all_gather=True),
+        flag("ag.fp8pre", "ag.fp8 with precomputed weight scales", fp8_all_gather=True, precompute_scale=True),
+        same_bits="the gathered shards carry the scale of the full weight, so it does not matter where they are cast",
+        unset=False,
+    )
+    precompute_scale: bool = _axis(
+        "compute the scales of all gathered weights at once",
+        flag("ag.pre", "precomputed weight scales without ag.fp8: excluded", precompute_scale=True),
+        same_bits="the amax of a weight is the same right after its update and right before its use; in the first "
+        "step no scale is precomputed",
+        unset=False,
+    )
+    conversion: Literal["module", "wrapper"] = _axis(
+        "MXFP8 by replaced modules, or by wrapped weights",
+        flag("wrapper", "MXFP8 by weights that quantize_ wraps, in linears of torch", conversion="wrapper"),
+        changes=Changes.NOTHING,
+        same_bits="a wrapped weight calls the same matmul as the replaced module",
+        unset="module",
+    )
+    convert_after_tp: bool = _axis(
+        "convert to MXFP8 after parallelize_module",
+        flag("aftertp", "converted after tensor parallelism is applied", convert_after_tp=True),
+        changes=Changes.NOTHING,
+        same_bits="the same linears multiply the same distributed weights",
+        unset=False,
+    )
+    tp_styles: Literal["plain", "float8"] = _axis(
+        "float8: TP gathers activations in float8",
+        flag("tpstyle.fp8", "TP gathers activations in float8 (Float8ColwiseParallel)", tp_styles="float8"),
+        changes=Changes.NOTHING,
+        same_bits="a cast with the scale of the logical tensor is the same before and after an all-gather",
+        unset="plain",
+    )
+    grouped_mm: bool = _axis(
+        "convert the grouped matmuls of experts too",
+        flag("gmm.fp8", "the grouped matmuls of experts are converted too", grouped_mm=True),
+        needs=("recipe", "experts"),
+        unset=False,
+    )
+    output_layer: bool = _axis(
+        "convert the output layer too",
+        flag("head.fp8", "the output layer is converted too", output_layer=True),
+        unset=False,
+    )
+    pad_inner_dim: bool = _axis(
+        "pad inner dimensions of matmuls to multiples of 16",
+        flag("pad", "inner dimensions are padded to multiples of 16", pad_inner_dim=True),
+        same_bits="where every matmul is aligned there is nothing to pad",
+        unset=False,
+    )
+    filter_fqns: tuple[Name, ...] = _axis(
+        "do not convert linears whose name contains one of these",
+        Word(
+            template="filter.{filter_fqns}",
+            example="filter.wk+wq",
+            meaning="linears with one of {0} in their names are not converted",
+            pattern=r"[a-z0-9_.+]+",
         ),
-    ] = "bf16"
-    fp8_all_gather: Annotated[
-        bool,
-        _axis(
-            "FSDP2 gathers weights in float8",
-            flag("ag.fp8", "FSDP2 gathers weights in float8", fp8_all_gather=True),
-            flag("ag.fp8pre", "ag.fp8 with precomputed weight scales", fp8_all_gather=True, precompute_scale=True),
-            same_bits="the gathered shards carry the scale of the full weight, so it does not matter where they are "
-            "cast",
+        unset=(),
+    )
+    casts: tuple[CastName, ...] = _axis(
+        "operands whose cast differs from the recipe: go:e4m3, i_gw:dis, w_gi:ten",
+        Word(
+            template="casts.{casts}",
+            example="casts.go.e4m3",
+            meaning="operands whose cast differs from the recipe: {0}",
+            pattern=r"[a-z0-9_]+\.[a-z0-9]+(?:\+[a-z0-9_]+\.[a-z0-9]+)*",
+            dotted=True,
         ),
-    ] = False
-    precompute_scale: Annotated[
-        bool,
-        _axis(
-            "compute the scales of all gathered weights at once",
-            flag("ag.pre", "precomputed weight scales without ag.fp8: excluded", precompute_scale=True),
-            same_bits="the amax of a weight is the same right after its update and right before its use; in the first "
-            "step no scale is precomputed",
-        ),
-    ] = False
-    conversion: Annotated[
-        Literal["module", "wrapper"],
-        _axis(
-            "MXFP8 by replaced modules, or by wrapped weights",
-            flag("wrapper", "MXFP8 by weights that quantize_ wraps, in linears of torch", conversion="wrapper"),
-            changes=Changes.NOTHING,
-            same_bits="a wrapped weight calls the same matmul as the replaced module",
-        ),
-    ] = "module"
-    convert_after_tp: Annotated[
-        bool,
-        _axis(
-            "convert to MXFP8 after parallelize_module",
-            flag("aftertp", "converted after tensor parallelism is applied", convert_after_tp=True),
-            changes=Changes.NOTHING,
-            same_bits="the same linears multiply the same distributed weights",
-        ),
-    ] = False
-    tp_styles: Annotated[
-        Literal["plain", "float8"],
-        _axis(
-            "float8: TP gathers activations in float8",
-            flag("tpstyle.fp8", "TP gathers activations in float8 (Float8ColwiseParallel)", tp_styles="float8"),
-            changes=Changes.NOTHING,
-            same_bits="a cast with the scale of the logical tensor is the same before and after an all-gather",
-        ),
-    ] = "plain"
-    grouped_mm: Annotated[
-        bool,
-        _axis(
-            "convert the grouped matmuls of experts too",
-            flag("gmm.fp8", "the grouped matmuls of experts are converted too", grouped_mm=True),
-            needs=("recipe", "experts"),
-        ),
-    ] = False
-    output_layer: Annotated[
-        bool,
-        _axis("convert the output layer too", flag("head.fp8", "the output layer is converted too", output_layer=True)),
-    ] = False
-    pad_inner_dim: Annotated[
-        bool,
-        _axis(
-            "pad inner dimensions of matmuls to multiples of 16",
-            flag("pad", "inner dimensions are padded to multiples of 16", pad_inner_dim=True),
-            same_bits="where every matmul is aligned there is nothing to pad",
-        ),
-    ] = False
-    filter_fqns: Annotated[
-        tuple[Name, ...],
-        _axis(
-            "do not convert linears whose name contains one of these",
-            Word(
-                template="filter.{filter_fqns}",
-                example="filter.wk+wq",
-                meaning="linears with one of {0} in their names are not converted",
-                pattern=r"[a-z0-9_.+]+",
-            ),
-        ),
-    ] = ()
-    casts: Annotated[
-        tuple[CastName, ...],
-        _axis(
-            "operands whose cast differs from the recipe: go:e4m3, i_gw:dis, w_gi:ten",
-            Word(
-                template="casts.{casts}",
-                example="casts.go.e4m3",
-                meaning="operands whose cast differs from the recipe: {0}",
-                pattern=r"[a-z0-9_]+\.[a-z0-9]+(?:\+[a-z0-9_]+\.[a-z0-9]+)*",
-                dotted=True,
-            ),
-        ),
-    ] = ()
+        unset=(),
+    )
 
     def __post_init__(self) -> None:
         if self.recipe == "bf16":

@@ -220,16 +220,12 @@ def _check_target(name: str, row: Mapping[str, Any], path: Path) -> None:
 def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], int]]:
     """Return the axes that a rule reads, and its condition: selectors, or code of this file or of a plug-in."""
     if "where" in row:
-        return _selected(row["where"])
+        selectors = tuple(map(parse_selector, row["where"]))
+        axes = tuple(dict.fromkeys(name for selector in selectors for name in axes_read(selector)))
+        return axes, lambda case: any(selector.matches(case) for selector in selectors)
     if "when" in row:
         return (*row["axes"], *MODEL_AXES), load(row["when"])
     return _CODED[name]
-
-
-def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], int]]:
-    selectors = tuple(map(parse_selector, where))
-    axes = tuple(dict.fromkeys(name for selector in selectors for name in axes_read(selector)))
-    return axes, lambda case: any(selector.matches(case) for selector in selectors)
 
 
 EXCLUSIONS = tuple(_exclusions())

@@ -120,7 +120,13 @@ class ReferenceRunner:
         self._outcomes[reference.role, reference.name].append(outcome)
         if outcome.status == "infra":
             raise ReferenceLost(f"{reference.name}, with which this case is compared: {outcome.message}")
-        return _ended(outcome)
+        # the run of a reference; without traces where it did not finish, with at least one failure: why
+        run = run_from_outcome(outcome)
+        if outcome.status == "ok" and run.complete:
+            return run
+        message = outcome.message or f"it ended as {outcome.status} and left no trace"
+        ended = RankFailure(rank=0, kind=outcome.status, message=message, traceback="", phase="", consequence=False)
+        return Run(traces=(), failures=run.failures or (ended,))
 
     def _drawn_apart(self, reference: Reference, request: RunRequest, noise: Noise) -> Run | None:
         """Run each draw in a process of its own: what this target builds changes what it builds next."""
@@ -153,16 +159,6 @@ class ReferenceRunner:
             run = _RUNS.decode(content) if seal == _seal(content) else None
             return run if run is not None and run.complete else None
         return None
-
-
-def _ended(outcome: JobOutcome) -> Run:
-    """Return the run of a reference; without traces where it did not finish, with at least one failure: why."""
-    run = run_from_outcome(outcome)
-    if outcome.status == "ok" and run.complete:
-        return run
-    message = outcome.message or f"it ended as {outcome.status} and left no trace"
-    ended = RankFailure(rank=0, kind=outcome.status, message=message, traceback="", phase="", consequence=False)
-    return Run(traces=(), failures=run.failures or (ended,))
 
 
 def open_references(project: Project, plan: Plan, executor: Executor) -> ReferenceRunner:

@@ -24,20 +24,10 @@ from harness.evidence.costs import FLOPS_PER_CPU_S, Costs, Estimate, estimate, r
 from harness.evidence.references import ALL_STORED, Reference, Stored
 from harness.evidence.tolerance import Tolerance, ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.hints import explain_case, list_cases
+from harness.matrix import choice
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id, values_of
-from harness.matrix.choice import (
-    Budgeted,
-    Price,
-    Pricing,
-    Shard,
-    cases_of_shard,
-    chosen_path,
-    planted_faults,
-    read_chosen,
-    within_budget,
-)
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.records import KnownFault, known_with_shipped, quarantine_of, read_quarantine
 from harness.matrix.rules import exclusions, expected_refusal
@@ -66,7 +56,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     keyword: str | None = None  # of -k
     target: str | None = None  # trains every case instead of its own target
     budget_s: float | None = None  # seconds of wall clock that the run may take; None: as long as it takes
-    shard: Shard | None = None  # the part to run here; None: all of it
+    shard: choice.Shard | None = None  # the part to run here; None: all of it
 
     @property
     def effective_sources(self) -> tuple[str, ...]:
@@ -114,8 +104,8 @@ def select_file(project: Project, path: Path) -> Selection:
             return select(file, known=known)
     if project.bugs in (path, path.parent) or path.is_dir():
         raise needed("bug files", where=str(path))
-    chosen = chosen_path(path)
-    cases = [chosen_case.case for chosen_case in read_chosen(chosen)] if chosen.exists() else None
+    chosen = choice.chosen_path(path)
+    cases = [chosen_case.case for chosen_case in choice.read_chosen(chosen)] if chosen.exists() else None
     file = read_case_file(path)
     key = msgspec.msgpack.encode((file, known, cases))
     if key not in _SELECTION_CACHE:
@@ -134,7 +124,7 @@ def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
 
 def excluded_cells(project: Project, query: Query) -> str:
     """Return how many cells each rule excludes from the matrices of a query; without tiers whose cases were chosen."""
-    drawn = [select_file(project, path) for path in case_files(project, query) if not chosen_path(path).exists()]
+    drawn = [select_file(project, path) for path in case_files(project, query) if not choice.chosen_path(path).exists()]
     counts = sum((Counter(selection.excluded) for selection in drawn), Counter[str]())
     return "; ".join(f"{counted(count, 'cell')} excluded: {name}" for name, count in counts.items())
 
@@ -180,13 +170,13 @@ def narrowed(cases: Sequence[Case], query: Query) -> tuple[Case, ...]:
     return tuple(filter(wanted(query), trained_by(query.target, cases)))
 
 
-def in_shard(project: Project, cases: tuple[Case, ...], shard: Shard | None) -> tuple[Case, ...]:
+def in_shard(project: Project, cases: tuple[Case, ...], shard: choice.Shard | None) -> tuple[Case, ...]:
     """Return the cases of one shard of those given, by the stored costs of the project; all of them without a shard."""
-    return cases if shard is None else cases_of_shard(cases, shard, _pricing(read_costs(project.root)))
+    return cases if shard is None else choice.cases_of_shard(cases, shard, _pricing(read_costs(project.root)))
 
 
-def _pricing(costs: Costs) -> Pricing:
-    return lambda case: Price(own_s=estimate(case, costs).case_cpu_s, shared_s=costs.price(case).shared_s)
+def _pricing(costs: Costs) -> choice.Pricing:
+    return lambda case: choice.Price(own_s=estimate(case, costs).case_cpu_s, shared_s=costs.price(case).shared_s)
 
 
 def cases_to_explain(project: Project, source: str) -> tuple[Case, ...]:
@@ -378,16 +368,18 @@ def recorded_costs(project: Project, cases: Sequence[Case], ahead: Sequence[Refe
     return of_cases | {each.name: costs.reference_s(each) for each in ahead if is_llama(each.case.target)}
 
 
-def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float) -> Budgeted:
+def cases_within(
+    project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float
+) -> choice.Budgeted:
     """Return the cases to run in `budget_s` seconds of wall clock. Raises `NothingSelected` when not even one fits."""
     costs = read_costs(project.root)
     cpus = usable_cpus()
     budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)
 
-    def price(case: Case) -> Price:
+    def price(case: Case) -> choice.Price:
         return costs.price(case, _stored(project, case))
 
-    budgeted = within_budget(cases, selections, price, faults=planted_faults(), budget_cpu_s=budget_cpu_s)
+    budgeted = choice.within_budget(cases, selections, price, faults=choice.planted_faults(), budget_cpu_s=budget_cpu_s)
     if not budgeted.cases:
         raise NothingSelected(
             f"no case fits into {budget_s:g} s, of which {START_S:g} s are for starting.",

@@ -34,7 +34,7 @@ LEVELS = [
     ["internals", "headline"],
     ["durable", "registry"],
     ["errors", "hints", "promises", "sources", "trace", "verdict"],
-    ["text"],
+    ["declared", "text"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {

@@ -28,8 +28,21 @@ def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
     yield Transfer(axis, "reduce_scatter", case.train.dtype, gathered, purpose, op="sum", times=len(blocks))
 
 
+def _of_other_positions(case: Case) -> dict[str, int]:
+    """Return keys and values of the other ranks, and the causal mask of attention.
+
+    A block indexes the RoPE cache by the positions of the rank: its own copy. In bfloat16 it has one anyway.
+    """
+    if case.layout.cp == 1:
+        return {}
+    mine, whole, key = case.local_seq_len, case.train.seq_len, local_features(case, "attention.wk")[1]
+    own_cache = 0 if case.train.dtype == "bfloat16" else mine * case.model.shape.head_dim
+    return {case.train.dtype: 2 * case.microbatch * (whole - mine) * key + mine * whole + own_cache}
+
+
 CP = Dimension(
     name="cp",
+    saved_by_block=_of_other_positions,
     of_microbatch=lambda of: _keys_and_values(of.case, of.rank),
     excluded={
         "cp_divides_shards": (("dp_shard", "cp"), lambda case: case.layout.dp_shard % case.layout.cp),

@@ -68,9 +68,10 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     """A way to share work.
 
     Of a step `of_microbatch` is sent for every microbatch, `of_reduction` wherever gradients are reduced, `of_step`
-    once, the same in every step from the second on. What depends on more of the past is `of_age`. `alone`: values of
-    axes that the single rank of a reference keeps, because it repeats what ranks of this dimension do one after
-    another; without, it computes at once what all of them do.
+    once, the same in every step from the second on. What depends on more of the past is `of_age`. `saved_by_block`:
+    elements by dtype that a block keeps for backward because ranks share the work in this way. `alone`: values of axes
+    that the single rank of a reference keeps, because it repeats what ranks of this dimension do one after another;
+    without, it computes at once what all of them do.
     """
 
     name: str
@@ -78,5 +79,6 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     of_reduction: Terms = _nothing
     of_step: Terms = _nothing
     of_age: Terms = _nothing
+    saved_by_block: Callable[[Case], Mapping[str, int]] = lambda _: {}
     excluded: Excluded = {}
     alone: Callable[[Case], Mapping[str, object]] = lambda _: {}

@@ -10,7 +10,7 @@ import msgspec
 from harness.matrix.case import Case
 from harness.matrix.dims.dimension import Dimension, Transfer, repeated
 from harness.matrix.dims.pp import expert_layers_of
-from harness.matrix.layout import DP_AXES, group_name
+from harness.matrix.layout import DP_AXES, SHARD_AXES, group_name, ranks_of
 from harness.trace.counts import ExpertCall
 
 _COUNTS = "numbers of tokens of experts"
@@ -56,11 +56,6 @@ def tokens_of_experts(case: Case, rank: int) -> Iterator[Transfer]:
         yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)
 
 
-def _ranks(case: Case) -> int:
-    """Return how many ranks share all weights of a block between them."""
-    return case.layout.dp_shard * case.layout.tp
-
-
 EP = Dimension(
     name="ep",
     of_microbatch=lambda of: dispatched(of.case, of.rank),
@@ -68,10 +63,13 @@ EP = Dimension(
     excluded={
         "ep_divides_ranks": (
             ("dp_shard", "tp", "ep", "experts"),
-            lambda case: case.model.experts and (case.layout.ep % case.layout.tp or _ranks(case) % case.layout.ep),
+            lambda case: (
+                case.model.experts
+                and (case.layout.ep % case.layout.tp or ranks_of(case.layout.mesh, SHARD_AXES) % case.layout.ep)
+            ),
         ),
         "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep),
     },
     # data-parallel ranks that share experts
-    alone=lambda case: {"ep": max(1, case.layout.ep // case.layout.tp)},
+    alone=lambda case: {"ep": case.layout.dp_in_ep},
 )

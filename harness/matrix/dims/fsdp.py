@@ -92,7 +92,7 @@ def _gathers_of_unit(case: Case, *, freed: bool) -> int:
 
 
 def _expert_weights(case: Case, fqn: str) -> Iterator[Weight]:
-    model, local = case.model, case.model.experts // case.layout.ep
+    model, local = case.model, case.local_experts
     for name in ("w1", "w2", "w3"):
         rows, columns = (model.shape.dim, model.expert_dim) if name == "w2" else (model.expert_dim, model.shape.dim)
         yield Weight(fqn=f"{fqn}.{name}", rows=rows, columns=local * columns)

@@ -13,21 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from harness.matrix import linears
 from harness.matrix.case import Case
 from harness.matrix.dims.dimension import MODEL_AXES, VOCABULARY_AXES, Dimension, Transfer
 from harness.matrix.dims.pp import blocks_of, expert_layers_of, holds
-from harness.matrix.linears import (
-    BLOCK_LINEARS,
-    EMBEDDING,
-    OUTPUT_FQN,
-    ROWWISE,
-    block_linears,
-    is_checkpointed,
-    is_converted,
-    is_recomputed,
-    linear_features,
-    shard_sizes,
-)
 from harness.matrix.recipes import ROW, TENSOR, Block, Operand
 from harness.matrix.upstream import GRADIENTS_IN_REDUCE_DTYPE, Changes
 from harness.trace.graphs import Collective, Phase
@@ -43,7 +32,7 @@ def _activations(case: Case, rank: int) -> Iterator[Transfer]:
     """
     blocks, forwards, dtype = blocks_of(case, rank), case.forward_passes, case.train.dtype
     checkpointed = sum(map(case.checkpointing.wraps, blocks))
-    inputs, outputs = (2 * len(blocks) + holds(case, rank, name) for name in (OUTPUT_FQN, EMBEDDING))
+    inputs, outputs = (2 * len(blocks) + holds(case, rank, name) for name in (linears.OUTPUT_FQN, linears.EMBEDDING))
     kind = "reduce_scatter" if case.layout.sequence_parallel else "all_reduce"
     yield _sum_of_partials(case, inputs, "input gradients of blocks, output layer", kind)
     if case.layout.sequence_parallel:
@@ -57,7 +46,7 @@ def _activations(case: Case, rank: int) -> Iterator[Transfer]:
     else:
         times = outputs * forwards + checkpointed
     yield _sum_of_partials(case, times, "outputs of wo, w2, embedding", kind)
-    if not case.layout.loss_parallel and holds(case, rank, OUTPUT_FQN):
+    if not case.layout.loss_parallel and holds(case, rank, linears.OUTPUT_FQN):
         vocab = -(-case.model.padded_vocab_size // case.layout.tp)
         yield Transfer("tp", "all_gather", dtype, case.tokens_per_rank * vocab, "logits", times=forwards)
 
@@ -72,7 +61,11 @@ def _all_to_alls(case: Case) -> int:
 def _gathers(case: Case, rank: int, checkpointed: int) -> Iterator[Transfer]:
     """Sequence-parallel all-gathers. Float8 TP styles gather the inputs and output gradients of blocks in float8."""
     dtype, forwards = case.train.dtype, case.forward_passes
-    layers, embeds, heads = len(blocks_of(case, rank)), holds(case, rank, EMBEDDING), holds(case, rank, OUTPUT_FQN)
+    layers, embeds, heads = (
+        len(blocks_of(case, rank)),
+        holds(case, rank, linears.EMBEDDING),
+        holds(case, rank, linears.OUTPUT_FQN),
+    )
     narrow = ("float8_e4m3fn", "float8_e5m2") if case.float8.tp_styles == "float8" else (dtype, dtype)
     for purpose, sent_dtype, times in (
         ("inputs of blocks", narrow[0], 2 * (layers * forwards + checkpointed)),
@@ -98,17 +91,17 @@ def _tensor_parallel_amax(case: Case, rank: int) -> Iterator[Transfer]:
     torchao computes the amax in the dtype of the tensor and casts it to float64 before `clamp` makes DTensor reduce it.
     """
     for layer in blocks_of(case, rank):
-        for name in block_linears(case.model, layer):
+        for name in linears.block_linears(case.model, layer):
             fqn = f"layers.{layer}.{name}"
-            if is_converted(case, fqn):
-                forwards = case.forward_passes + is_checkpointed(case, fqn)
+            if linears.is_converted(case, fqn):
+                forwards = case.forward_passes + linears.is_checkpointed(case, fqn)
                 yield from _amax_of_linear(case, fqn, name, forwards)
         if case.float8.tp_styles == "float8" and case.layout.sequence_parallel:
             # PrepareFloat8ModuleInput casts the sharded input before it gathers it, for attention and feed-forward
             times = 2 * (case.forward_passes + case.checkpointing.wraps(layer))
             yield _amax(1, times, f"inputs of layers.{layer}", least=2)
-    if is_converted(case, OUTPUT_FQN) and holds(case, rank, OUTPUT_FQN):
-        yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=case.forward_passes)
+    if linears.is_converted(case, linears.OUTPUT_FQN) and holds(case, rank, linears.OUTPUT_FQN):
+        yield from _amax_of_linear(case, linears.OUTPUT_FQN, linears.OUTPUT_FQN, forwards=case.forward_passes)
 
 
 def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
@@ -119,9 +112,9 @@ def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[
     dgrad of all others; wgrad contracts over tokens, all of which are on every TP rank. Float8 TP styles cast input and
     grad_output of a block's linear once, outside it.
     """
-    tokens, (inputs, outputs) = case.tokens_per_rank, linear_features(case, name)
-    styled = case.float8.tp_styles == "float8" and name != OUTPUT_FQN
-    gathered, rowwise = case.float8.fp8_all_gather, name in ROWWISE
+    tokens, (inputs, outputs) = case.tokens_per_rank, linears.linear_features(case, name)
+    styled = case.float8.tp_styles == "float8" and name != linears.OUTPUT_FQN
+    gathered, rowwise = case.float8.fp8_all_gather, name in linears.ROWWISE
     # Its tensor, whether that is sharded, amaxes where each row has a scale (0: not reduced), how often it is cast.
     sites: tuple[tuple[Operand, str, bool, int, int], ...] = (
         ("w", "weight", True, outputs * rowwise, forwards * (not gathered)),
@@ -148,7 +141,7 @@ def _amax(elements: int, times: int, operand: str, *, least: int = 1) -> Transfe
 
 def _loss(case: Case, rank: int) -> Iterator[Transfer]:
     """Loss parallel: log-softmax and loss over the sharded vocabulary reduce three numbers per token, no logits."""
-    if case.layout.loss_parallel and holds(case, rank, OUTPUT_FQN):
+    if case.layout.loss_parallel and holds(case, rank, linears.OUTPUT_FQN):
         for op, times, purpose in (
             ("max", 1, "largest logit of every token"),
             ("sum", 2, "normalizer and loss of every token"),
@@ -165,7 +158,7 @@ def _norm_gradients(case: Case, rank: int, changes: Changes) -> Iterator[Transfe
     every operator that reads it reduces it. So does a norm of all gradients before.
     """
     reads = 1 if case.uses_fsdp else case.train.update.reads + (case.train.max_norm is not None)
-    times = (2 * len(blocks_of(case, rank)) + holds(case, rank, OUTPUT_FQN)) * reads
+    times = (2 * len(blocks_of(case, rank)) + holds(case, rank, linears.OUTPUT_FQN)) * reads
     in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
     dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
     if case.layout.sequence_parallel:
@@ -207,7 +200,7 @@ def extra_matmul_calls(case: Case, *, scaled: bool) -> int:
 
 
 def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
-    scaled = {name: is_converted(case, f"layers.{layer}.{name}") for name in BLOCK_LINEARS}
+    scaled = {name: linears.is_converted(case, f"layers.{layer}.{name}") for name in linears.BLOCK_LINEARS}
     recomputed, bias = case.checkpointing.wraps(layer), case.model.bias
 
     def candidate(
@@ -220,7 +213,7 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
         fuses, readers = _gather_fuses(case, not wide, bias=bias), wide or names
         yield candidate("forward", "all_gather", f"input of {_names(names)}", readers, fuses)
         if recomputed:
-            again = [name for name in readers if is_recomputed(case, layer, name)] or readers
+            again = [name for name in readers if linears.is_recomputed(case, layer, name)] or readers
             yield candidate("backward", "all_gather", f"recomputed input of {_names(names)}", again, fuses)
     for name in _WRITE_OUTPUT:
         fuses = _gather_fuses(case, scaled[name], bias=False)
@@ -273,7 +266,7 @@ TP = Dimension(
         "ffn_divides_tp": ((*MODEL_AXES, "tp"), lambda case: case.model.shape.ffn_dim % case.layout.tp),
         "vocab_fills_tp": (
             ("target", *VOCABULARY_AXES, "tp"),
-            lambda case: 0 in shard_sizes(case.model.padded_vocab_size, case.layout.tp),
+            lambda case: 0 in linears.shard_sizes(case.model.padded_vocab_size, case.layout.tp),
         ),
         "sequence_divides_tp": (
             ("target", "seq_len", "cp", "tp", "sequence_parallel"),

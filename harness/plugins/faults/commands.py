@@ -11,6 +11,7 @@ from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.plugins.faults import mutation
 from harness.plugins.faults.faults import (
     FAULT_CLASSES,
     MISLEADING,
@@ -22,15 +23,6 @@ from harness.plugins.faults.faults import (
     host_kind,
 )
 from harness.plugins.faults.kills import read_kills, write_kills
-from harness.plugins.faults.mutation import (
-    LOSS_ONLY_NATS,
-    SQNR_DB,
-    MutationMatrix,
-    Trial,
-    hosts_among,
-    recorded_kills,
-    run_mutations,
-)
 from harness.project import Project
 from harness.report.sections import Block, Items, Section, Table
 from harness.running.plan import Plan
@@ -40,12 +32,12 @@ from harness.verdict import ExitCode
 
 _BASELINES = (
     "Of the faults that reached the target and must be detected; a fault counts if it was detected in every case that "
-    f"it reached. Two baselines see the same runs: loss detects |loss - BF16| > {LOSS_ONLY_NATS} nats, sqnr a "
-    f"gradient of step 1 below {SQNR_DB:.0f} dB against one rank. Both detect a run that does not finish."
+    f"it reached. Two baselines see the same runs: loss detects |loss - BF16| > {mutation.LOSS_ONLY_NATS} nats, sqnr a "
+    f"gradient of step 1 below {mutation.SQNR_DB:.0f} dB against one rank. Both detect a run that does not finish."
 )
 
 
-def mutation_sections(matrix: MutationMatrix) -> list[Block]:
+def mutation_sections(matrix: mutation.MutationMatrix) -> list[Block]:
     runs = f"{counted(len(matrix.trials), 'run')} with a fault and {counted(len(matrix.clean), 'clean run')}"
     not_reached = tuple(f"{trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in matrix.not_reached)
     needs = tuple(f"{name}: {all_faults()[name].title} (needs {need})" for name, need in matrix.not_planted.items())
@@ -73,7 +65,7 @@ def mutation_sections(matrix: MutationMatrix) -> list[Block]:
     ]
 
 
-def mutation_section(matrix: MutationMatrix) -> Section:
+def mutation_section(matrix: mutation.MutationMatrix) -> Section:
     """Return the part of a page: every trial, those that were not detected first."""
     clean = f"{counted(len(matrix.false_positives), 'clean run')} failed."
     return Section(
@@ -89,7 +81,7 @@ def mutation_section(matrix: MutationMatrix) -> Section:
     )
 
 
-def trial_table(trials: Sequence[Trial], *, title: str = "") -> Table:
+def trial_table(trials: Sequence[mutation.Trial], *, title: str = "") -> Table:
     rows = tuple(
         (
             trial.group or "",
@@ -108,13 +100,13 @@ def trial_table(trials: Sequence[Trial], *, title: str = "") -> Table:
     return Table(title=title, columns=columns, rows=rows)
 
 
-def _detected_by(trial: Trial) -> str:
+def _detected_by(trial: mutation.Trial) -> str:
     if trial.not_reached:
         return "DID NOT REACH"
     return " ".join(trial.checks) or ("equivalent" if trial.equivalent else "UNDETECTED")
 
 
-def _totals(matrix: MutationMatrix) -> Table:
+def _totals(matrix: mutation.MutationMatrix) -> Table:
     required = [trial for trial in matrix.trials if trial.is_proof]
     rows = []
     for group in (*FAULT_CLASSES, None):
@@ -141,8 +133,8 @@ def headlines_by_class(by_class: Mapping[FaultClass, Counter[str]]) -> Section:
     return Section(title="headlines that are right, and that mislead", blocks=(table,))
 
 
-def _by_kind(trials: Iterable[Trial]) -> Table:
-    kinds: dict[HostKind, list[Trial]] = {}
+def _by_kind(trials: Iterable[mutation.Trial]) -> Table:
+    kinds: dict[HostKind, list[mutation.Trial]] = {}
     for trial in trials:
         if trial.is_proof:
             kinds.setdefault(host_kind(parse_case_id(trial.case_id)), []).append(trial)
@@ -153,14 +145,14 @@ def _by_kind(trials: Iterable[Trial]) -> Table:
     return Table(rows=rows, right=(2,))
 
 
-def _share(trials: Sequence[Trial], detected: Callable[[Trial], bool]) -> str:
+def _share(trials: Sequence[mutation.Trial], detected: Callable[[mutation.Trial], bool]) -> str:
     """`detected/all` faults; a fault counts if it was detected in every case it was injected into."""
     names = {trial.fault for trial in trials}
     missed = {trial.fault for trial in trials if not detected(trial)}
     return f"{len(names - missed)}/{len(names)}"
 
 
-def _by_check(trials: Iterable[Trial]) -> Table:
+def _by_check(trials: Iterable[mutation.Trial]) -> Table:
     required = [trial for trial in trials if trial.is_proof and trial.detected]
     runs = Counter(check for trial in required for check in trial.checks)
     alone = Counter(trial.checks[0] for trial in required if len(trial.checks) == 1)
@@ -168,18 +160,18 @@ def _by_check(trials: Iterable[Trial]) -> Table:
     return Table(rows=rows, right=(1, 2))
 
 
-def _ended(trials: Sequence[Trial]) -> tuple[str, ...]:
+def _ended(trials: Sequence[mutation.Trial]) -> tuple[str, ...]:
     return tuple(f"{trial.name}: {trial.verdict.value} {trial.message}".rstrip() for trial in trials)
 
 
-def _equivalents(trials: Iterable[Trial]) -> Iterable[str]:
+def _equivalents(trials: Iterable[mutation.Trial]) -> Iterable[str]:
     for name in sorted({trial.fault for trial in trials if trial.equivalent and trial.fault is not None}):
         yield f"{name}: {' '.join((all_faults()[name].equivalent or '').split())}"
 
 
 def read_section(file: Path) -> Section:
     """Return the section of a page, from what `dev mutate --json` wrote. HarnessError for another file."""
-    return mutation_section(read_json(file, MutationMatrix, command="dev mutate --json"))
+    return mutation_section(read_json(file, mutation.MutationMatrix, command="dev mutate --json"))
 
 
 _EPILOG = """\b
@@ -228,7 +220,7 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     if record and query != Query():
         what = "the record is of faults in their own cases."
         raise HarnessError(what, where="--record", fix="select faults only, or give it alone.")
-    hosts = hosts_among(project, faults, query, at_most=cases_per_fault)
+    hosts = mutation.hosts_among(project, faults, query, at_most=cases_per_fault)
     if listed:
         for fault in faults:
             click.echo(_line(fault, hosts[fault.name]))
@@ -236,10 +228,13 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
             options.print_report([headlines_by_class(recorded.scores)], None, None)
         return ExitCode.GOOD
     with options.open_progress() as progress:
-        matrix = run_mutations(project, faults, hosts, plan_for(), progress)
+        matrix = mutation.run_mutations(project, faults, hosts, plan_for(), progress)
     options.print_report(mutation_sections(matrix), json_file, matrix)
     if record and not matrix.interrupted:
-        click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix, read_kills(project.root)))}", err=True)
+        click.echo(
+            f"stored in {write_kills(project.root, mutation.recorded_kills(matrix, read_kills(project.root)))}",
+            err=True,
+        )
     if matrix.interrupted:
         return ExitCode.INTERRUPTED
     if len(matrix.trials) == len(matrix.not_reached):

@@ -13,18 +13,9 @@ from harness.errors import HarnessError
 from harness.evidence.golden import provenance_of, source_commit
 from harness.evidence.verified import LEVELS, Level, VerifiedWith, add_verified, read_verified
 from harness.matrix.choice import PlantedFault, catalogue_of_faults
+from harness.plugins.gpu import record
 from harness.plugins.gpu.formulas import formulas_sections, verified_line
 from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
-from harness.plugins.gpu.record import (
-    LevelReport,
-    TorchFacts,
-    changes,
-    level_line,
-    level_section,
-    list_levels,
-    read_level,
-    write_level,
-)
 from harness.project import Project
 from harness.report.sections import Items, markdown
 from harness.result import RunResult
@@ -125,7 +116,7 @@ def _planted(names: tuple[str, ...]) -> tuple[PlantedFault, ...]:
     return tuple(map(catalogue.fault_named, names))
 
 
-def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible: int) -> list[Level]:
+def possible_levels(levels: tuple[Level, ...], facts: record.TorchFacts | None, visible: int) -> list[Level]:
     """Return the levels that the devices can prove. Of several the others are named; HarnessError if none is left."""
     against = {level: None if facts is None else obstacle(level, facts, visible) for level in levels}
     possible = [level for level, error in against.items() if error is None]
@@ -137,8 +128,8 @@ def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible
     return possible
 
 
-def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[LevelReport], int]:
-    made: list[LevelReport] = []
+def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[record.LevelReport], int]:
+    made: list[record.LevelReport] = []
     for level in levels:
         try:
             report = collect(level, work, query)
@@ -157,10 +148,10 @@ def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) 
     return made, ExitCode.GOOD if all(report.good for report in made) else ExitCode.FAILED
 
 
-def _stored(project: Project, report: LevelReport) -> str:
-    before = read_level(project.root, report.hardware, report.level)
-    text = markdown([level_section(report, None if before is None else changes(before, report))], level=1)
-    path = write_level(project.root, report)
+def _stored(project: Project, report: record.LevelReport) -> str:
+    before = record.read_level(project.root, report.hardware, report.level)
+    text = markdown([record.level_section(report, None if before is None else record.changes(before, report))], level=1)
+    path = record.write_level(project.root, report)
     write_whole(path.with_suffix(".md"), text.encode())
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
 
@@ -201,9 +192,9 @@ def _verified_with(project: Project, run: RunResult, *, reason: str, command: st
 
 def _list(project: Project) -> int:
     """Print the stored evidence: versions with verified formulas, and the GPU levels by hardware class."""
-    reports = [read_level(project.root, hardware, level) for hardware, level in list_levels(project.root)]
+    reports = [record.read_level(project.root, hardware, level) for hardware, level in record.list_levels(project.root)]
     lines = [
-        f"{level_line(report)}; torch {report.environment.packages.get('torch', 'unknown')}, {report.created}"
+        f"{record.level_line(report)}; torch {report.environment.packages.get('torch', 'unknown')}, {report.created}"
         for report in reports
         if report is not None
     ]

@@ -9,17 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harness.plugins.handoff import numbers
 from harness.plugins.handoff.formats import Format
-from harness.plugins.handoff.numbers import (
-    FLOATS,
-    Array,
-    is_power_of_two,
-    over_blocks,
-    quantum,
-    rounded,
-    table,
-    with_scales,
-)
 from harness.plugins.handoff.tensors import Matrix, Scaled, View, pieces
 
 _SLACK = 1 + 2**-16  # of half a quantum, for what a division in float32 rounds
@@ -29,10 +20,10 @@ CLAMPED = 1e-4  # DeepSeek's smallest amax of a block: what is smaller gets the 
 class Blocks(NamedTuple):
     """What each block has: values that are off, the largest of the source and of the data, those that are no number."""
 
-    bad: Array
-    amax: Array
-    largest: Array
-    nonfinite: Array
+    bad: numbers.Array
+    amax: numbers.Array
+    largest: numbers.Array
+    nonfinite: numbers.Array
     first: tuple[int, int, float, float] | None  # the first value that is off: row, column, of the source, dequantized
 
     @property
@@ -49,17 +40,19 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def _bounds(dtype: str, clips: bool) -> tuple[Array, Array]:
+def _bounds(dtype: str, clips: bool) -> tuple[numbers.Array, numbers.Array]:
     """Return between which numbers each byte is the nearest one, and none for a byte that is no number.
 
     `clips`: a scale that is rounded down leaves values up to the next power of two for the largest number.
     """
-    values = table(dtype).astype(np.float64)
+    values = numbers.table(dtype).astype(np.float64)
     size = np.where(np.isfinite(values), np.abs(values), 0)
-    step = quantum(size, dtype)
+    step = numbers.quantum(size, dtype)
     below = size - _half_below(size, dtype) * _SLACK
     above = np.where(
-        clips & (size == FLOATS[dtype].largest), 2 ** np.ceil(np.log2(size + (size == 0))), size + step / 2 * _SLACK
+        clips & (size == numbers.FLOATS[dtype].largest),
+        2 ** np.ceil(np.log2(size + (size == 0))),
+        size + step / 2 * _SLACK,
     )
     below = np.where(size == 0, -above, below)
     is_negative = np.signbit(values) & (size > 0)
@@ -68,44 +61,44 @@ def _bounds(dtype: str, clips: bool) -> tuple[Array, Array]:
     return np.where(lost, np.inf, low).astype(np.float32), np.where(lost, -np.inf, high).astype(np.float32)
 
 
-def _half_below(size: Array, dtype: str) -> Array:
+def _half_below(size: numbers.Array, dtype: str) -> numbers.Array:
     """Return half of the distance to the next smaller number, which a power of two has nearer."""
-    is_power = (np.frexp(size)[0] == 0.5) & (size >= 2.0 ** (FLOATS[dtype].least + 1))
-    return quantum(size, dtype) / np.where(is_power, 4, 2)
+    is_power = (np.frexp(size)[0] == 0.5) & (size >= 2.0 ** (numbers.FLOATS[dtype].least + 1))
+    return numbers.quantum(size, dtype) / np.where(is_power, 4, 2)
 
 
-def compare(source: Matrix, data: View, scales: Array, kind: Kind) -> Blocks:
+def compare(source: Matrix, data: View, scales: numbers.Array, kind: Kind) -> Blocks:
     """Compare a weight with the source, some rows at a time."""
     block, shape = kind.format.block, data.shape
     sums = [np.zeros(scales.shape) for _ in range(4)]
     first = None
     low, high = _bounds(kind.dtype, kind.format.clips)
-    size = np.where(np.isfinite(table(kind.dtype)), np.abs(table(kind.dtype)), 0)
+    size = np.where(np.isfinite(numbers.table(kind.dtype)), np.abs(numbers.table(kind.dtype)), 0)
     for start, stop in pieces(shape, block[0] or 1):
         rows = slice(0, 1) if not block[0] else slice(start // block[0], -(-stop // block[0]))
         x, codes, own = _source(source, start, stop, kind), data.rows(start, stop), scales[rows].astype(np.float32)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            wanted = with_scales(np.divide, x, own, block)
+            wanted = numbers.with_scales(np.divide, x, own, block)
         wanted = wanted if own.all() else np.where(x == 0, 0, wanted)
         off = ~((low[codes] <= wanted) & (wanted <= high[codes]))
         if first is None and off.any():
             row, column = np.argwhere(off)[0]
             found = Scaled(data, scales, block).values(start + row, start + row + 1)
             first = int(start + row), int(column), float(x[row, column]), float(found[0, column])
-        lost = ~np.isfinite(table(kind.dtype))[codes]
-        new = [over_blocks(np.add, off, block), over_blocks(np.maximum, np.abs(x), block)]
-        new += [over_blocks(np.maximum, size[codes], block), over_blocks(np.add, lost, block)]
+        lost = ~np.isfinite(numbers.table(kind.dtype))[codes]
+        new = [numbers.over_blocks(np.add, off, block), numbers.over_blocks(np.maximum, np.abs(x), block)]
+        new += [numbers.over_blocks(np.maximum, size[codes], block), numbers.over_blocks(np.add, lost, block)]
         for sum_, more, join in zip(sums, new, (np.add, np.maximum, np.maximum, np.add), strict=True):
             sum_[rows] = join(sum_[rows], more)
     return Blocks(sums[0], sums[1], sums[2], sums[3], first)
 
 
-def _source(source: Matrix, start: int, stop: int, kind: Kind) -> Array:
+def _source(source: Matrix, start: int, stop: int, kind: Kind) -> numbers.Array:
     values = source.values(start, stop)
-    return (rounded(values, kind.through) if kind.through else values).astype(np.float32)
+    return (numbers.rounded(values, kind.through) if kind.through else values).astype(np.float32)
 
 
-def used_scale(x: Array, q: Array, dtype: str) -> tuple[float, float] | None:
+def used_scale(x: numbers.Array, q: numbers.Array, dtype: str) -> tuple[float, float] | None:
     """Return between which bounds the one scale is with which these data were made; None where no one scale made them.
 
     Each value that was rounded to data says that the source, divided by the scale, lay between two midpoints.
@@ -113,11 +106,11 @@ def used_scale(x: Array, q: Array, dtype: str) -> tuple[float, float] | None:
     x, q, largest = (
         np.abs(x.ravel()),
         np.where(np.sign(x) * np.sign(q) < 0, np.nan, np.abs(q)).ravel(),
-        FLOATS[dtype].largest,
+        numbers.FLOATS[dtype].largest,
     )
     if not np.isfinite(q).all() or not x.any():
         return None
-    below, above = q - _half_below(q, dtype), np.where(q == largest, np.inf, q + quantum(q, dtype) / 2)
+    below, above = q - _half_below(q, dtype), np.where(q == largest, np.inf, q + numbers.quantum(q, dtype) / 2)
     with np.errstate(divide="ignore", invalid="ignore"):
         least = np.where(x > 0, x / above, 0.0).max()
         most = np.where((below > 0) & (q > 0), x / below, np.inf).min()
@@ -127,7 +120,7 @@ def used_scale(x: Array, q: Array, dtype: str) -> tuple[float, float] | None:
 
 def _likely(bounds: tuple[float, float], amax: float, dtype: str) -> float:
     """Return the scale between these bounds that somebody has likely computed."""
-    plain = float(np.float32(amax) / np.float32(FLOATS[dtype].largest))
+    plain = float(np.float32(amax) / np.float32(numbers.FLOATS[dtype].largest))
     power = 2.0 ** np.ceil(np.log2(bounds[0])) if bounds[0] > 0 else 0.0
     for scale in (plain, power):
         if bounds[0] <= scale <= bounds[1]:
@@ -151,7 +144,7 @@ class Seen(NamedTuple):
     stored: float
 
 
-def explain(source: Matrix, data: View, scales: Array, kind: Kind, blocks: Blocks) -> tuple[str, Seen] | None:
+def explain(source: Matrix, data: View, scales: numbers.Array, kind: Kind, blocks: Blocks) -> tuple[str, Seen] | None:
     """Return how the scales came about, with the first block; None where no one scale made the data of these blocks."""
     height, width = kind.format.block
     seen = []
@@ -173,13 +166,13 @@ def _all(seen: list[Seen], holds: list[bool]) -> bool:
     return sum(holds) >= _ENOUGH * len(seen)
 
 
-def _how(seen: list[Seen], scales: Array) -> str:
+def _how(seen: list[Seen], scales: numbers.Array) -> str:
     """Return the first of these that explains nine of ten blocks."""
     stored = np.array([one.stored for one in seen])
     least, most = (np.array([one.bounds[at] for one in seen]) for at in (0, 1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        powers = (stored <= 2 * most) & (stored >= least / 2) & is_power_of_two(stored)
-        made_with_power = is_power_of_two(np.array([one.used for one in seen]))
+        powers = (stored <= 2 * most) & (stored >= least / 2) & numbers.is_power_of_two(stored)
+        made_with_power = numbers.is_power_of_two(np.array([one.used for one in seen]))
         reciprocal = (1 / stored >= least) & (1 / stored <= most)
         ratios = (np.max(stored / most), np.min(stored / np.maximum(least, 1e-300)))
     if _all(seen, list(powers & ~made_with_power)):
@@ -194,7 +187,7 @@ def _how(seen: list[Seen], scales: Array) -> str:
     return "they are others than those that it was quantized with"
 
 
-def _moved(seen: list[Seen], scales: Array) -> str:
+def _moved(seen: list[Seen], scales: numbers.Array) -> str:
     """Return how the scales are permuted; empty where they are not."""
     if scales.size < 2 or len(np.unique(scales)) < 2:
         return ""
@@ -221,7 +214,7 @@ def _fits(one: Seen, scale: float) -> bool:
     return one.bounds[0] <= scale <= one.bounds[1]
 
 
-def unswizzled(scales: Array) -> Array | None:
+def unswizzled(scales: numbers.Array) -> numbers.Array | None:
     """Return scales out of the tiles of 128x4 in which `_scaled_mm` wants those of MXFP8; None where they fill none."""
     rows, columns = scales.shape
     if rows % 128 or columns % 4:

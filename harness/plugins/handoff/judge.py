@@ -9,23 +9,11 @@ from msgspec.structs import replace
 
 from harness.checks.catalogue import by_cause
 from harness.checks.check import Rule
-from harness.plugins.handoff import rules
+from harness.plugins.handoff import pairing, rules
 from harness.plugins.handoff.blocks import CLAMPED, Blocks, Kind, compare, explain
 from harness.plugins.handoff.formats import Format
 from harness.plugins.handoff.numbers import FLOATS, OF_TORCH, QUANTIZED, TORCH_NAMES, Array, is_power_of_two, rounded
 from harness.plugins.handoff.order import Other, holds, is_like
-from harness.plugins.handoff.pairing import (
-    Pair,
-    Pairs,
-    Unit,
-    Units,
-    check_names,
-    matrix_of,
-    paired,
-    same_values,
-    scale_grid,
-    units_of,
-)
 from harness.plugins.handoff.tensors import Matrix, Scaled, State, bits_of, pieces
 from harness.verdict import Finding, Value
 
@@ -54,16 +42,16 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
 
-def wrong_at(rule: Rule, unit: Unit, expected: str, found: str, **values: Value) -> Finding:
+def wrong_at(rule: Rule, unit: pairing.Unit, expected: str, found: str, **values: Value) -> Finding:
     """Return a finding about a weight."""
     return rule.finding(module=unit.given, expected=expected, found=found, values=values)
 
 
 def judge_states(source: State, exported: State, asked: Asked) -> Judged:
     """Compare what was exported with the source. HarnessError where no name of both is the same."""
-    ours, theirs = units_of(source, asked.renames), units_of(exported, asked.renames)
-    pairs = paired(ours, theirs)
-    check_names(pairs, source, exported)
+    ours, theirs = pairing.units_of(source, asked.renames), pairing.units_of(exported, asked.renames)
+    pairs = pairing.paired(ours, theirs)
+    pairing.check_names(pairs, source, exported)
     found = [*shards(source), *shards(exported)]
     tied, left = _tied(pairs, ours, source, exported)
     found += left
@@ -85,7 +73,7 @@ def judge_states(source: State, exported: State, asked: Asked) -> Judged:
     )
 
 
-def _tied(pairs: Pairs, ours: Units, source: State, exported: State) -> tuple[list[str], list[Finding]]:
+def _tied(pairs: pairing.Pairs, ours: pairing.Units, source: State, exported: State) -> tuple[list[str], list[Finding]]:
     """Return which weights are on one side only because they are tied, and the findings about others."""
     tied, found = [], list[Finding]()
     left, lost = [(rules.MISSING, unit, exported) for unit in pairs.missing], {unit.name for unit in pairs.missing}
@@ -98,10 +86,10 @@ def _tied(pairs: Pairs, ours: Units, source: State, exported: State) -> tuple[li
     return tied, found
 
 
-def _are_tied(first: Unit, second: Unit) -> bool:
+def _are_tied(first: pairing.Unit, second: pairing.Unit) -> bool:
     """Return True for the ends of a model with equal values; no other weights are tied."""
     ends = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
-    return first.name.endswith(ends) and second.name.endswith(ends) and same_values(first.view, second.view)
+    return first.name.endswith(ends) and second.name.endswith(ends) and pairing.same_values(first.view, second.view)
 
 
 def shards(state: State) -> Iterator[Finding]:
@@ -123,15 +111,15 @@ def shards(state: State) -> Iterator[Finding]:
 class _Pairs:
     """Judges pairs one by one; `units` are those of the source, among which the right one is looked for."""
 
-    def __init__(self, asked: Asked, units: Units) -> None:
+    def __init__(self, asked: Asked, units: pairing.Units) -> None:
         self._asked, self._searches = asked, _SEARCHES
-        self._by_shape: dict[tuple[int, int], list[Unit]] = {}
+        self._by_shape: dict[tuple[int, int], list[pairing.Unit]] = {}
         for unit in units.by_name.values():
             self._by_shape.setdefault(unit.view.shape, []).append(unit)
         self._through = OF_TORCH.get(asked.through, "")
 
-    def judge(self, pair: Pair) -> Iterator[Finding]:
-        unit, source = pair.exported, matrix_of(pair.source, self._asked.source_format)
+    def judge(self, pair: pairing.Pair) -> Iterator[Finding]:
+        unit, source = pair.exported, pairing.matrix_of(pair.source, self._asked.source_format)
         view, shape = unit.view, unit.view.shape
         if shape != source.shape:
             larger = all(mine >= there for mine, there in zip(shape, source.shape, strict=True))
@@ -147,7 +135,7 @@ class _Pairs:
         else:
             yield from self._plain(pair, unit, source)
 
-    def _padding(self, unit: Unit, source: Matrix) -> Iterator[Finding]:
+    def _padding(self, unit: pairing.Unit, source: Matrix) -> Iterator[Finding]:
         """Yield the finding about what is behind the end of the source, and is not zero."""
         count, (rows, columns) = 0, source.shape
         for start, stop in pieces(unit.view.shape):
@@ -157,7 +145,7 @@ class _Pairs:
         if count:
             yield wrong_at(rules.PADDING, unit, "0", f"{count} others", count=count)
 
-    def _quantized(self, pair: Pair, unit: Unit, source: Matrix) -> Iterator[Finding]:
+    def _quantized(self, pair: pairing.Pair, unit: pairing.Unit, source: Matrix) -> Iterator[Finding]:
         form, held = self._asked.format, unit.view.held
         dtype = TORCH_NAMES[held.dtype]
         if held.dtype != form.dtype:
@@ -175,13 +163,13 @@ class _Pairs:
             if stored not in ("F64", "F32", "BF16", "F16"):
                 return
         try:
-            scales = scale_grid(unit, form)
+            scales = pairing.scale_grid(unit, form)
         except ValueError as error:
             yield _scale_shape(unit, form, str(error))
             return
         yield from self._scaled(pair, unit, source, scales)
 
-    def _scaled(self, pair: Pair, unit: Unit, source: Matrix, scales: Array) -> Iterator[Finding]:
+    def _scaled(self, pair: pairing.Pair, unit: pairing.Unit, source: Matrix, scales: Array) -> Iterator[Finding]:
         """Yield what is wrong with the scales and the values of a weight."""
         kind = Kind(self._asked.format, unit.view.held.dtype, self._through)
         blocks = compare(source, unit.view, scales, kind)
@@ -204,7 +192,7 @@ class _Pairs:
         elif not is_shared:
             yield from _too_large(unit, blocks, kind)
 
-    def _off(self, pair: Pair, unit: Unit, source: Matrix, scales: Array, blocks: Blocks) -> Finding:
+    def _off(self, pair: pairing.Pair, unit: pairing.Unit, source: Matrix, scales: Array, blocks: Blocks) -> Finding:
         """Return the finding about values that are off: by their scales, their order, or nothing that is known."""
         kind = Kind(self._asked.format, unit.view.held.dtype, self._through)
         why = explain(source, unit.view, scales, kind, blocks)
@@ -226,7 +214,7 @@ class _Pairs:
             return finding
         return replace(finding, fix="where the source is cast to bfloat16 first, as here, give --through bfloat16.")
 
-    def _plain(self, pair: Pair, unit: Unit, source: Matrix) -> Iterator[Finding]:
+    def _plain(self, pair: pairing.Pair, unit: pairing.Unit, source: Matrix) -> Iterator[Finding]:
         """Yield what is wrong with a weight in high precision, which is the source rounded to its dtype."""
         view, count, first = unit.view, 0, None
         for start, stop in pieces(view.shape):
@@ -248,26 +236,26 @@ class _Pairs:
             rules.ROUNDED, unit, expected, f"{first[3]:.6g}{_at(unit)}", count=count, dtype=dtype, **_like(view, source)
         )
 
-    def _others(self, pair: Pair) -> Iterator[Other]:
+    def _others(self, pair: pairing.Pair) -> Iterator[Other]:
         """Yield weights of the source that a wrong one may be: of its shape, those of its kind first. Of many, none."""
         own, last = {unit.name for unit, _, _ in pair.source}, pair.name.split(".")[-2:]
         kin = self._by_shape.get(pair.exported.view.shape, []) if self._searches > 0 else []
         self._searches -= 1
         for unit in sorted(kin, key=lambda unit: unit.name.split(".")[-2:] != last):
             if unit.name not in own:
-                yield Other(unit.given, matrix_of([(unit, 0, unit.view.shape[0])], self._asked.source_format))
+                yield Other(unit.given, pairing.matrix_of([(unit, 0, unit.view.shape[0])], self._asked.source_format))
 
 
 def _like(found: Matrix, source: Matrix) -> dict[str, str]:
     return {"like": "" if is_like(found, source) else ", and it is nothing like the source"}
 
 
-def _at(unit: Unit) -> str:
+def _at(unit: pairing.Unit) -> str:
     where = unit.view.held.where
     return f" in {where}" if where else ""
 
 
-def _names(pair: Pair) -> str:
+def _names(pair: pairing.Pair) -> str:
     return " and ".join(unit.given for unit, _, _ in pair.source)
 
 
@@ -280,13 +268,13 @@ def _first(wrong: Array) -> tuple[int, ...]:
     return tuple(map(int, np.argwhere(wrong)[0]))
 
 
-def _shape(unit: Unit, source: Matrix) -> Finding:
+def _shape(unit: pairing.Unit, source: Matrix) -> Finding:
     here, there = _words(unit.view.shape), _words(source.shape)
     why = ": it is transposed" if unit.view.shape == source.shape[::-1] else ""
     return wrong_at(rules.SHAPE, unit, there, here, here=here, there=there, why=why)
 
 
-def _scale_shape(unit: Unit, form: Format, found: str) -> Finding:
+def _scale_shape(unit: pairing.Unit, form: Format, found: str) -> Finding:
     assert unit.scale is not None
     down, across = form.blocks(*unit.view.shape)
     expected, why = f"{down}x{across}", f", blocks of {form.block_words}"
@@ -295,16 +283,16 @@ def _scale_shape(unit: Unit, form: Format, found: str) -> Finding:
         why = ": it is transposed"
     elif form.block == (1, 32) and unit.scale.shape[0] * unit.scale.shape[1] == padded != down * across:
         why = ": it has the size of the swizzled layout of kernels"
-    scale = Unit(unit.scale.held.name, unit.scale)
+    scale = pairing.Unit(unit.scale.held.name, unit.scale)
     return wrong_at(rules.SHAPE, scale, expected, found, here=found, there=f"needs {expected}", why=why)
 
 
-def _of_scales(rule: Rule, unit: Unit, scales: Array, wrong: Array, expected: str) -> Finding:
+def _of_scales(rule: Rule, unit: pairing.Unit, scales: Array, wrong: Array, expected: str) -> Finding:
     place = _first(wrong)
     return wrong_at(rule, unit, expected, f"{float(scales[place]):.6g} of block {place}", count=int(wrong.sum()))
 
 
-def _too_large(unit: Unit, blocks: Blocks, kind: Kind) -> Iterator[Finding]:
+def _too_large(unit: pairing.Unit, blocks: Blocks, kind: Kind) -> Iterator[Finding]:
     """Yield the finding about blocks that use less of the range than any way to round a scale leaves.
 
     torchao's CEIL rounds up the amax and divides by the largest power of two: 256 of 448, of which half may be unused.

@@ -19,18 +19,12 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.layout import REST, left_over
 from harness.matrix.models import named_model, training
+from harness.plugins.predict import sections
 from harness.plugins.predict.cost import CostReport, metrics, run_report, speed
 from harness.plugins.predict.gains import SpeedReport, measure_speed, predicted_gains, timed_case
 from harness.plugins.predict.layouts import PROGRAM, require_simulable, simulate, sweep, verify
 from harness.plugins.predict.machine import Machine, peak
 from harness.plugins.predict.machine import machine as machine_named
-from harness.plugins.predict.sections import (
-    cost_sections,
-    layout_sections,
-    speed_sections,
-    speedup_sections,
-    sweep_sections,
-)
 from harness.project import Project
 from harness.report.run import run_sections
 from harness.result import RunResult
@@ -212,7 +206,7 @@ def cost_command(
         device = None if machine is None else peak(machine)
         device_speed = None if tokens_per_s is None else speed(case, tokens_per_s, device)
         report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=device_speed)
-    options.print_report(cost_sections(report), json_file, report)
+    options.print_report(sections.cost_sections(report), json_file, report)
     return ExitCode.FAILED if report.differing else code
 
 
@@ -233,7 +227,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     known = known_here(options.project_of())
     if sweep_it:
         ranked = sweep(case, on, known=known)
-        options.print_report(sweep_sections(ranked), json_file, ranked)
+        options.print_report(sections.sweep_sections(ranked), json_file, ranked)
         return ExitCode.FAILED if all(layout.refused for layout in ranked) else ExitCode.GOOD
     simulation = simulate(case, on, known=known)
     verification = None
@@ -244,7 +238,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
         with unleased_cluster(PROGRAM, len(ranks), options.print_note) as cluster:
             verification = verify(cluster, case, ranks, known)
     report = {"simulation": simulation, "verification": verification}
-    options.print_report(layout_sections(simulation, verification), json_file, report)
+    options.print_report(sections.layout_sections(simulation, verification), json_file, report)
     differs = verification is not None and verification.differing
     return ExitCode.FAILED if simulation.refused or differs else ExitCode.GOOD
 
@@ -257,7 +251,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
     gains = predicted_gains(case, on, eager=eager, known=known_here(options.project_of()))
-    options.print_report(speedup_sections(gains), json_file, gains)
+    options.print_report(sections.speedup_sections(gains), json_file, gains)
 
 
 @predict.command("measure", cls=options.SectionedCommand, epilog=_MEASURE_EPILOG)
@@ -289,7 +283,7 @@ def measure_command(  # noqa: PLR0913  one parameter an option
         speeds, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
     _tell_failures(result)
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=speeds)
-    options.print_report(speed_sections(report), json_file, report)
+    options.print_report(sections.speed_sections(report), json_file, report)
     return result.exit_code
 
 

@@ -18,25 +18,12 @@ from harness.expect.expectations import Expectations
 from harness.expect.memory import block_elements, expected_live, expected_saved, expected_scalars, gradients
 from harness.expect.traffic import transfers_if_balanced
 from harness.expect.work import Work, executed, work
+from harness.matrix import linears
 from harness.matrix.case import Case, Checkpointing, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.dims.fsdp import Unit, fsdp_units
 from harness.matrix.dims.pp import held, stage_count
 from harness.matrix.layout import coordinates
-from harness.matrix.linears import (
-    EXPERTS,
-    FLOPS_PER_PARAMETER_AND_TOKEN,
-    OUTPUT_FQN,
-    active_parameter_count,
-    block_linears,
-    linear_features,
-    linear_fqns,
-    linear_name,
-    local_features,
-    parameter_count,
-    shard_size,
-    width_of_logits,
-)
 from harness.matrix.recipes import ITEM_BYTES
 from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
@@ -103,8 +90,8 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
         saved_bytes=None if saved is None else sum(saved.values()),
-        parameters=parameter_count(case),
-        active_parameters=active_parameter_count(case),
+        parameters=linears.parameter_count(case),
+        active_parameters=linears.active_parameter_count(case),
     )
 
 
@@ -223,9 +210,9 @@ def flops_per_token(case: Case) -> int:
     """
     shape = case.model.shape
     looked_up = 0 if case.model.tied else shape.dim * case.model.padded_vocab_size
-    parameters = active_parameter_count(case) - looked_up
+    parameters = linears.active_parameter_count(case) - looked_up
     attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
-    return FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
+    return linears.FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
 
 
 def flops_per_token_by_precision(case: Case) -> Mapping[str, float]:
@@ -310,21 +297,23 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
 
 def _whole_matrices(case: Case, rank: int) -> int:
     """Return the elements of the matrices of which Muon gathers gradient and momentum."""
-    fqns = held(case, rank, linear_fqns(case)) if case.train.optimizer == "muon" else ()
-    return sum(math.prod(linear_features(case, linear_name(fqn))) for fqn in fqns if fqn != OUTPUT_FQN)
+    fqns = held(case, rank, linears.linear_fqns(case)) if case.train.optimizer == "muon" else ()
+    return sum(
+        math.prod(linears.linear_features(case, linears.linear_name(fqn))) for fqn in fqns if fqn != linears.OUTPUT_FQN
+    )
 
 
 def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int, int]:
     """Return the elements of all parameters of a rank: as FSDP2 pads them, of its own rows, and of their states."""
     padded, own, states = 0, 0, 0
-    update, linears = case.train.update, {*linear_fqns(case)} - {OUTPUT_FQN}
+    update, of_blocks = case.train.update, {*linears.linear_fqns(case)} - {linears.OUTPUT_FQN}
     for unit in units:
-        axis = "efsdp" if EXPERTS in unit.name else "dp_shard"
+        axis = "efsdp" if linears.EXPERTS in unit.name else "dp_shard"
         padded, at = padded + unit.shard_elements, coordinates(case.layout, rank, (axis,))[axis]
         for weight in unit.weights:
-            elements = shard_size(weight.rows, unit.ranks, at) * weight.columns
+            elements = linears.shard_size(weight.rows, unit.ranks, at) * weight.columns
             own += elements
-            states += elements * (update.of_linears if weight.fqn in linears else update.states)
+            states += elements * (update.of_linears if weight.fqn in of_blocks else update.states)
     return padded, own, states
 
 
@@ -332,13 +321,13 @@ def _attention_bytes(case: Case) -> int:
     """Return the output and logsumexp of attention in every block that `selective_op` wraps."""
     if case.checkpointing.mode != "selective_op":
         return 0
-    query = local_features(case, "attention.wq")[1] * ITEM_BYTES[case.train.dtype]
+    query = linears.local_features(case, "attention.wq")[1] * ITEM_BYTES[case.train.dtype]
     sums = case.model.shape.heads // case.layout.tp * ITEM_BYTES[case.wide_dtype]
     return case.model.shape.layers * case.tokens_per_rank * (query + sums)
 
 
 def _probability_bytes(case: Case, rank: int) -> int:
-    return case.tokens_per_rank * width_of_logits(case, rank) * ITEM_BYTES[case.wide_dtype]
+    return case.tokens_per_rank * linears.width_of_logits(case, rank) * ITEM_BYTES[case.wide_dtype]
 
 
 def _loss_bytes(case: Case, probabilities: int) -> int:
@@ -359,8 +348,8 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     gathered = sum(size * (1 if weight.gathered_in_float8 else ITEM_BYTES[dtype]) for weight, size in sizes)
     whole = sum(size for _, size in sizes)
     unreduced = whole * (ITEM_BYTES[dtype] + ITEM_BYTES[case.reduce_dtype])
-    hidden = next(name for name in block_linears(case.model, last) if name.endswith("w1"))
-    widths = 2 * case.model.shape.dim + 3 * local_features(case, hidden)[1]
+    hidden = next(name for name in linears.block_linears(case.model, last) if name.endswith("w1"))
+    widths = 2 * case.model.shape.dim + 3 * linears.local_features(case, hidden)[1]
     elements = case.tokens_per_rank * widths
     if case.model.experts:
         elements += case.sent_rows * (2 * case.model.shape.dim + 3 * case.model.expert_dim)

@@ -224,7 +224,7 @@ def routed(case: Case, machine: Machine) -> Routed:
         parameters=parameter_count(case),
         active_parameters=active_parameter_count(case),
         rows=rows,
-        local_experts=case.model.experts // case.layout.ep,
+        local_experts=case.local_experts,
         sent_bytes=sum(transfer.payload_bytes for transfer in exchanged),
         more_s=(IMBALANCE - 1) * sum(gemm_s(gemm, machine) for gemm in grouped) if timed else None,
         more_bytes=saved[1] - saved[0] if saved else None,

@@ -17,22 +17,11 @@ from msgspec.structs import replace
 
 from harness.expect.traffic import transfers_if_balanced
 from harness.expect.work import ATTENTION, Gemm, alike_modules, work
+from harness.matrix import linears
 from harness.matrix.case import Case, Float8
 from harness.matrix.dims.dimension import Transfer
 from harness.matrix.dims.tp import fusion_candidates
 from harness.matrix.layout import SAME_BATCH_AXES
-from harness.matrix.linears import (
-    OUTPUT_FQN,
-    ROWWISE,
-    expert_fqns,
-    expert_parameters,
-    is_checkpointed,
-    is_converted,
-    linear_fqns,
-    linear_name,
-    local_features,
-    parameter_count,
-)
 from harness.matrix.recipes import ITEM_BYTES, MX, ROW, TENSOR, Operand, Recipe
 from harness.plugins.predict.machine import Machine, transfer_s
 from harness.trace.counts import FLOAT8
@@ -155,7 +144,7 @@ def _memory_s(case: Case, machine: Machine) -> float:
         rows = case.sent_rows * case.train.accumulation * len(case.model.expert_layers)
         activations += rows * (_ROW_PASSES * shape.dim + _FFN_PASSES * case.model.expert_dim) * item
     loss = tokens * case.model.padded_vocab_size * _LOSS_BYTES / layout.tp
-    of_experts, whole = expert_parameters(case.model)[0], parameter_count(case)
+    of_experts, whole = linears.expert_parameters(case.model)[0], linears.parameter_count(case)
     parameters = (whole - of_experts) / layout.tp + of_experts / layout.ep
     # It reads parameter, gradient and states, and writes all of them but the gradient, in float32.
     optimizer = whole / layout.tp / layout.dp_shard * (3 + 2 * case.train.update.states) * ITEM_BYTES["float32"]
@@ -193,7 +182,7 @@ def _dispatch_s(case: Case, machine: Machine) -> float:
     """Return the seconds in which the host launches an eager step. A compiled one launches few kernels."""
     if case.compile != "none":
         return 0.0
-    converted = sum(is_converted(case, fqn) for fqn in linear_fqns(case))
+    converted = sum(linears.is_converted(case, fqn) for fqn in linears.linear_fqns(case))
     kernels = converted * EAGER_KERNELS.get(case.float8.recipe, 0)
     blocks = (case.model.shape.layers + 1) * machine.rates.block_dispatch_us
     return case.train.accumulation * (blocks + kernels * machine.rates.dispatch_us) * 1e-6
@@ -229,20 +218,20 @@ def casts(case: Case) -> tuple[Cast, ...]:
 def _alike_casts(case: Case) -> Iterator[tuple[Sequence[str], tuple[Cast, ...]]]:
     """Yield linears with the same casts, and those of the first: all blocks have the same few sizes."""
     kinds: dict[tuple[str, bool, int], list[str]] = {}
-    for fqn in linear_fqns(case):
-        if is_converted(case, fqn):
-            kind = linear_name(fqn), is_checkpointed(case, fqn), _with_the_same_input(case, fqn)
+    for fqn in linears.linear_fqns(case):
+        if linears.is_converted(case, fqn):
+            kind = linears.linear_name(fqn), linears.is_checkpointed(case, fqn), _with_the_same_input(case, fqn)
             kinds.setdefault(kind, []).append(fqn)
     for (name, *_), fqns in kinds.items():
-        yield fqns, tuple(_of_matmuls(case, fqns[0], case.tokens_per_rank, local_features(case, name)))
+        yield fqns, tuple(_of_matmuls(case, fqns[0], case.tokens_per_rank, linears.local_features(case, name)))
     yield from (((cast.fqn,), (cast,)) for cast in _of_experts(case))
 
 
 def _of_experts(case: Case) -> Iterator[Cast]:
     """Of grouped matmuls, which the recipe converts whatever `casts` says about linears."""
-    model, local = case.model, case.model.experts // case.layout.ep
+    model, local = case.model, case.local_experts
     plain = replace(case, float8=replace(case.float8, casts=()))
-    for fqn in expert_fqns(model) if case.float8.grouped_mm else ():
+    for fqn in linears.expert_fqns(model) if case.float8.grouped_mm else ():
         features = model.shape.dim, model.expert_dim
         for name, sizes, times in (("w1", features, 2), ("w2", features[::-1], 1)):  # w3 is as large as w1
             for cast in _of_matmuls(plain, f"{fqn}.{name}", case.sent_rows, sizes, weights=local):
@@ -252,7 +241,7 @@ def _of_experts(case: Case) -> Iterator[Cast]:
 def _of_matmuls(case: Case, fqn: str, tokens: int, features: tuple[int, int], *, weights: int = 1) -> Iterator[Cast]:
     """Operands of forward are cast again where the block is recomputed."""
     backwards = case.train.accumulation
-    forwards = backwards * (1 + case.train.evaluate + is_checkpointed(case, fqn))
+    forwards = backwards * (1 + case.train.evaluate + linears.is_checkpointed(case, fqn))
     inputs, outputs = features
     sites: tuple[tuple[Operand, int], ...] = (
         ("i", tokens * inputs * forwards),
@@ -281,18 +270,18 @@ def _readers(case: Case, fqn: str, operand: Operand) -> int:
 
 def _with_the_same_input(case: Case, fqn: str) -> int:
     """Return how many converted linears have the input of this one, itself included."""
-    name = linear_name(fqn)
+    name = linears.linear_name(fqn)
     same = next((names for names in _SAME_INPUT if name in names), (name,))
-    return sum(is_converted(case, f"{fqn.removesuffix(name)}{other}") for other in same)
+    return sum(linears.is_converted(case, f"{fqn.removesuffix(name)}{other}") for other in same)
 
 
 def _shards(case: Case, fqn: str, operand: Operand) -> int:
     """Number of shards of a tensor that is cast before it is gathered; 0 if it is cast after."""
     if operand in ("w", "w_gi"):
         return case.layout.dp_shard if case.gathers_float8 else 0
-    if case.float8.tp_styles == "plain" or case.layout.tp == 1 or fqn == OUTPUT_FQN:
+    if case.float8.tp_styles == "plain" or case.layout.tp == 1 or fqn == linears.OUTPUT_FQN:
         return 0
-    gathered = ("go", "go_gw") if linear_name(fqn) in ROWWISE else ("i", "i_gw")
+    gathered = ("go", "go_gw") if linears.linear_name(fqn) in linears.ROWWISE else ("i", "i_gw")
     return case.layout.tp if operand in gathered else 0
 
 

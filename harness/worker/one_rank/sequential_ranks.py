@@ -40,7 +40,7 @@ from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.targets.in_pieces import take_grads, uses_of_weights
 from harness.worker.targets.target import StepResult, Target
 from harness.worker.tensors.names import clean_fqn
-from harness.worker.tensors.reduction import WIDE
+from harness.worker.tensors.reduction import WIDE, summed
 
 Tensor = torch.Tensor
 
@@ -89,7 +89,7 @@ class ExpertsOfRanks:
     """Within it, every backward pass of the last rank of a group computes the weight gradients of experts of all."""
 
     def __init__(self, model: nn.Module, syncing: GradientSync, case: Case) -> None:
-        self._group = case.layout.ep // case.layout.tp  # data-parallel ranks
+        self._group = case.layout.dp_in_ep
         self._tp, self._positions = case.layout.tp, case.train.seq_len
         self._syncing = syncing
         fqns = expert_fqns(case.model)
@@ -280,8 +280,4 @@ class _Sum:
 
     @property
     def value(self) -> torch.Tensor:
-        first, *others = (total.to(self._dtype) for total in self._replicas.values())
-        total = first.to(WIDE.get(self._dtype, self._dtype))
-        for other in others:
-            total = total + other
-        return total.to(self._dtype)
+        return summed(total.to(self._dtype) for total in self._replicas.values())

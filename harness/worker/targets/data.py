@@ -145,7 +145,10 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
 
     A copy of weights is written as they are, and not returned.
     """
-    embeddings = _embeddings(model)
+    owners = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    users = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
+    alone = {name for name, param in model.named_parameters() if users[id(param)] == 1}
+    embeddings = alone & {f"{owner}.weight".removeprefix(".") for owner in owners}
     written = {}
     for name, param in model.named_parameters():
         fqn, place = clean_fqn(name), place_of(param)
@@ -186,10 +189,3 @@ def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
         return ()
     padded = model.padded_vocab_size
     return (model.vocab_size,) if shape[0] == padded else (shape[0],)
-
-
-def _embeddings(model: nn.Module) -> set[str]:
-    owners = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    users = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
-    alone = {name for name, param in model.named_parameters() if users[id(param)] == 1}
-    return alone & {f"{owner}.weight".removeprefix(".") for owner in owners}

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -94,13 +94,13 @@ Tensor = torch.Tensor
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
 
 
-def summed(parts: torch.Tensor) -> torch.Tensor:
+def summed(parts: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
     first, *others = parts
-    total = first.to(WIDE.get(parts.dtype, parts.dtype), copy=True)
+    total = first.to(WIDE.get(first.dtype, first.dtype), copy=True)
     for part in others:
         total += part
-    return total.to(parts.dtype)
+    return total.to(first.dtype)
 
 
 class Spread(torch.autograd.Function):

@@ -31,17 +31,7 @@ from torchao.float8.float8_training_tensor import (
 
 from harness.engine.program import RankContext
 from harness.matrix.recipes import MX
-from harness.plugins.conformance.checks import (
-    MATMULS,
-    Batch,
-    Mesh,
-    Observation,
-    OperatorCheck,
-    Output,
-    Placements,
-    axis_order,
-    shard_dim,
-)
+from harness.plugins.conformance import checks
 from harness.worker.process_group import join
 from harness.worker.program import inject
 from harness.worker.tensors.names import dtype_name
@@ -54,9 +44,9 @@ _E4M3 = torch.float8_e4m3fn
 _STEPS = {torch.float32: 1 / 64, torch.bfloat16: 1.0}  # so that float32 values lose bits in a cast to bfloat16
 
 
-def full_inputs(check: OperatorCheck) -> list[Tensor]:
+def full_inputs(check: checks.OperatorCheck) -> list[Tensor]:
     dtype, shape = getattr(torch, check.dtype), check.shape
-    if check.op in MATMULS:
+    if check.op in checks.MATMULS:
         return [small_integers(shape, dtype, 1), small_integers((shape[1], *check.sizes), dtype, 2)]
     first = values(shape, dtype, 1)
     if check.op == "cat":
@@ -68,7 +58,7 @@ def full_inputs(check: OperatorCheck) -> list[Tensor]:
     return [first]
 
 
-def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
+def operands(check: checks.OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
     """Return the arguments of the operator: plain tensors without a mesh, DTensors with one; float8 if needed."""
     placed = zip(full, check.inputs, strict=True)
     if check.op.startswith("f8."):
@@ -78,7 +68,7 @@ def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | No
     return [distribute(value, mesh, placements) for value, placements in placed]
 
 
-def apply(check: OperatorCheck, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def apply(check: checks.OperatorCheck, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Call the operator. Returns its results as tensors, in float8 if the operator returns float8."""
     result = OPERATORS[check.op](check, *inputs)
     return [result] if isinstance(result, Tensor) else list(result)
@@ -106,7 +96,9 @@ _MM_CONFIG = LinearMMConfig()  # with fast accumulation, as in torchao's rowwise
 _ROLES = (GemmInputRole.INPUT, GemmInputRole.WEIGHT)
 
 
-def _float8(check: OperatorCheck, index: int, full: Tensor, mesh: DeviceMesh | None, placements: Placements) -> Tensor:
+def _float8(
+    check: checks.OperatorCheck, index: int, full: Tensor, mesh: DeviceMesh | None, placements: checks.Placements
+) -> Tensor:
     """Input `index` in float8: with one scale, or one per row of the left and per column of the right operand."""
     axis = (-1, 0)[index] if check.op == "f8.mm.rowwise" else None
     amax = full.abs().max() if axis is None else full.abs().amax(dim=axis, keepdim=True)
@@ -130,7 +122,7 @@ def _cast(tensor: Tensor, scale: Tensor, index: int, axis: int | None) -> Tensor
     return cast
 
 
-def _redistribute(check: OperatorCheck, x: Tensor) -> Tensor:
+def _redistribute(check: checks.OperatorCheck, x: Tensor) -> Tensor:
     return x.redistribute(placements=to_torch(check.target, x.device_mesh)) if isinstance(x, DTensor) else x
 
 
@@ -139,13 +131,13 @@ def _over_dim(reduction: Callable[..., Any]) -> Callable[..., Any]:
     return lambda check, x: reduction(x) if check.dim is None else reduction(x, dim=check.dim, keepdim=check.keepdim)
 
 
-def _granularity(check: OperatorCheck) -> dict[str, Any]:
+def _granularity(check: checks.OperatorCheck) -> dict[str, Any]:
     if check.dim is None:
         return {}
     return {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": check.dim}
 
 
-def _cat_of_split(check: OperatorCheck, x: Tensor) -> Tensor:
+def _cat_of_split(check: checks.OperatorCheck, x: Tensor) -> Tensor:
     assert check.dim is not None
     return torch.cat(list(torch.split(x, check.sizes[0], check.dim)), check.dim)
 
@@ -169,7 +161,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "transpose": lambda _, x: x.transpose(-2, -1),
     "cat": lambda check, x, y: torch.cat([x, y], check.dim),
     "split": lambda check, x: torch.split(x, check.sizes[0], check.dim),
-    **dict.fromkeys(MATMULS, lambda _, x, y: torch.mm(x, y)),
+    **dict.fromkeys(checks.MATMULS, lambda _, x, y: torch.mm(x, y)),
     "f8.cat": _cat_of_split,
     "f8.clone": lambda _, x: x.clone(),
     "f8.detach": lambda _, x: x.detach(),
@@ -217,26 +209,26 @@ def powers_of_two(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.
     return (signs * torch.exp2(torch.randint(-2, 3, tuple(shape), generator=random))).to(dtype)
 
 
-def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: checks.Placements) -> DTensor:
     """`full` as a DTensor, built from the local tensor of this rank without communication."""
     return wrap(local_part(full, mesh, placements), full, mesh, placements)
 
 
-def wrap(local: torch.Tensor, full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+def wrap(local: torch.Tensor, full: torch.Tensor, mesh: DeviceMesh, placements: checks.Placements) -> DTensor:
     """Return a DTensor with the shape of `full` and this local tensor."""
     return DTensor.from_local(
         local, mesh, to_torch(placements, mesh), run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
-def local_part(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+def local_part(full: torch.Tensor, mesh: DeviceMesh, placements: checks.Placements) -> torch.Tensor:
     """Return the local tensor of this rank for `full` with these placements."""
     local = full
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
-    for axis in axis_order(placements):
+    for axis in checks.axis_order(placements):
         placement, size, index = placements[axis], mesh.size(axis), coordinates[axis]
-        dim = shard_dim(placement)
+        dim = checks.shard_dim(placement)
         if dim is not None:
             width = -(-local.shape[dim] // size)
             start = min(index * width, local.shape[dim])
@@ -264,7 +256,7 @@ def _partial_terms(full: torch.Tensor, placement: str, size: int, seed: int) -> 
     return [part.to(full.dtype) for part in parts]
 
 
-def to_torch(placements: Placements, mesh: DeviceMesh) -> list[Placement]:
+def to_torch(placements: checks.Placements, mesh: DeviceMesh) -> list[Placement]:
     return [_placement(placement, axis, mesh) for axis, placement in enumerate(placements)]
 
 
@@ -305,7 +297,7 @@ def preload(options: Mapping[str, str]) -> None:
 
 def rank_main(context: RankContext) -> bytes:
     """Run the checks of the payload (`Batch`). Returns an encoded list with one `Observation` per check, in order."""
-    batch = msgspec.msgpack.decode(context.payload, type=Batch)
+    batch = msgspec.msgpack.decode(context.payload, type=checks.Batch)
     torch.set_num_threads(1)
     join(context, "shared")
     warnings.simplefilter("ignore")
@@ -321,10 +313,10 @@ def rank_main(context: RankContext) -> bytes:
     return msgspec.msgpack.encode(observations)
 
 
-def open_meshes(meter: "Meter") -> dict[Mesh, DeviceMesh]:
+def open_meshes(meter: "Meter") -> dict[checks.Mesh, DeviceMesh]:
     """Open all meshes, watched by the meter. The mesh of two exists twice, on ranks 0-1 and 2-3."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    meshes: dict[Mesh, DeviceMesh] = {
+    meshes: dict[checks.Mesh, DeviceMesh] = {
         "m4": init_device_mesh("cpu", (4,), mesh_dim_names=("line",)),
         "m2x2": square,
         "m2": square["b"],
@@ -335,10 +327,10 @@ def open_meshes(meter: "Meter") -> dict[Mesh, DeviceMesh]:
 
 
 @torch.no_grad()
-def observe(check: OperatorCheck, mesh: DeviceMesh, meter: "Meter", rank: int) -> Observation:
+def observe(check: checks.OperatorCheck, mesh: DeviceMesh, meter: "Meter", rank: int) -> checks.Observation:
     """Run one check on this rank. Exceptions become part of the observation."""
     phase: Phase = "inputs"
-    outputs: list[Output] = []
+    outputs: list[checks.Output] = []
     error: Exception | None = None
     meter.calls.clear()
     try:
@@ -354,7 +346,7 @@ def observe(check: OperatorCheck, mesh: DeviceMesh, meter: "Meter", rank: int) -
             outputs.append(_output(check, mine, reference, full))
     except Exception as raised:
         error = raised
-    return Observation(
+    return checks.Observation(
         rank=rank,
         coordinates=tuple(mesh.get_coordinate() or ()),
         error="" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
@@ -366,13 +358,15 @@ def observe(check: OperatorCheck, mesh: DeviceMesh, meter: "Meter", rank: int) -
     )
 
 
-def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, full: list[torch.Tensor]) -> Output:
+def _output(
+    check: checks.OperatorCheck, found: torch.Tensor, expected: torch.Tensor, full: list[torch.Tensor]
+) -> checks.Output:
     found, expected = dequantized(found), dequantized(expected)
     local, whole, placements = found, found, None
     if isinstance(found, DTensor):
         local, whole, placements = found.to_local(), found.full_tensor(), tuple(map(_string, found.placements))
     wrong, largest, example = _difference(whole, expected, allowed_error(check, full))
-    return Output(
+    return checks.Output(
         placements=placements,
         shape=tuple(found.shape),
         local_shape=tuple(local.shape),
@@ -385,7 +379,7 @@ def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, f
     )
 
 
-def allowed_error(check: OperatorCheck, full: list[torch.Tensor]) -> torch.Tensor | float:
+def allowed_error(check: checks.OperatorCheck, full: list[torch.Tensor]) -> torch.Tensor | float:
     """Return the allowed error of a result: 0, except for rowwise matmuls, which round every partial sum to bfloat16.
 
     Half a unit in the last place (2**-9) for every partial sum, and the same for the reference.

@@ -107,7 +107,7 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
     """
     parts = dict[str, int]()  # of the axis `dp_shard`
     if layout.ep > 1:
-        parts = {"efsdp": layout.degrees["efsdp"], "dp_in_ep": layout.ep // layout.tp}
+        parts = {"efsdp": layout.degrees["efsdp"], "dp_in_ep": layout.dp_in_ep}
     elif layout.cp > 1:
         parts = {name: layout.degrees[name] for name in SEQUENCE_AXES}
     axes = device_mesh(layout, fsdp=world.fsdp)
