@@ -65,11 +65,11 @@ def ddp_gradients_compressed(bucket: Bucket) -> Any:
     return _sum(mean.bfloat16()).then(lambda done: done.value().to(mean.dtype))
 
 
-@planted(wrap, build.ReferenceTarget, "backward_of_replicas")
-def ddp_never_synchronized(stock: Any, target: Any, replicas: Any, *rest: Any) -> Any:
+@planted(wrap, nn.parallel.DistributedDataParallel, "forward")
+def ddp_never_synchronized(stock: Any, replicas: Any, *args: Any) -> Any:
     """`no_sync` is still on for the last microbatch."""
     with replicas.no_sync():
-        return stock(target, replicas, *rest)
+        return stock(replicas, *args)
 
 
 @planted(wrap, nn.parallel.DistributedDataParallel, "no_sync")

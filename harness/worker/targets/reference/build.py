@@ -133,6 +133,7 @@ class ReferenceTarget:
         self, case: Case, built: Distributed, optimizers: Sequence[torch.optim.Optimizer], meshes: Meshes
     ) -> None:
         self.model, parts, self.context, self._ends, self._replicas = built
+        self._called = self._replicas or self.model
         self.optimizers = optimizers
         self._case = case
         self._meshes = meshes
@@ -149,8 +150,7 @@ class ReferenceTarget:
         batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
         if self._pipeline is None:
-            called = self._replicas or self.model
-            losses = [share_of_loss(called, self.cut(batch), self._case, tokens) for batch in batches]
+            losses = [share_of_loss(self._called, self.cut(batch), self._case, tokens) for batch in batches]
         else:
             losses = self._in_stages(self._pipeline.evaluate, batches, tokens)
         self.model.train()
@@ -178,27 +178,24 @@ class ReferenceTarget:
         return loss, norm
 
     def _backward(self, batches: Sequence[Batch], tokens: int) -> Sequence[torch.Tensor]:
-        """Return the shares of the loss of all microbatches, whose gradients are added up."""
+        """Return the shares of the loss of all microbatches, whose gradients are added up.
+
+        DDP averages gradients behind the last microbatch, so a rank divides its loss by its share of the tokens.
+        """
         if self._pipeline is not None:
             return self._in_stages(self._pipeline.train, batches, tokens)
-        if self._replicas is not None:
-            return self.backward_of_replicas(self._replicas, batches, tokens)
-        losses = []
+        losses, averaged = [], 1 if self._replicas is None else self._case.layout.dp
         for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            syncing: Any = torch.enable_grad()  # which it is
             if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
-                self.model.set_requires_gradient_sync(number == len(batches))
-            losses.append(share_of_loss(self.model, self.cut(batch), self._case, tokens, backward=True))
+                self.model.set_requires_gradient_sync(is_last)
+            elif self._replicas is not None and not is_last:
+                syncing = self._replicas.no_sync()
+            with syncing:
+                loss = share_of_loss(self._called, self.cut(batch), self._case, tokens / averaged, backward=True)
+            losses.append(loss / averaged)
         return losses
-
-    def backward_of_replicas(
-        self, replicas: nn.parallel.DistributedDataParallel, batches: Sequence[Batch], tokens: int
-    ) -> Sequence[torch.Tensor]:
-        """DDP averages gradients behind the last microbatch, so a rank divides its loss by its share of the tokens."""
-        ranks, (*others, last) = self._case.layout.dp, batches
-        with replicas.no_sync():
-            losses = [share_of_loss(replicas, batch, self._case, tokens / ranks, backward=True) for batch in others]
-        losses.append(share_of_loss(replicas, last, self._case, tokens / ranks, backward=True))
-        return [loss / ranks for loss in losses]
 
     def _in_stages(
         self, run: Callable[[Sequence[Batch]], list[torch.Tensor]], batches: Sequence[Batch], tokens: int
