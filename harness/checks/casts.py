@@ -21,7 +21,7 @@ from harness.checks.check import Rule, Rules, Stage
 from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
-from harness.matrix.recipes import FLOAT8_MAX, RecipeTraits
+from harness.matrix.recipes import E8M0, FLOAT8_MAX, RecipeTraits
 from harness.promises import Limit
 from harness.text import format_ranks
 from harness.trace import RankTrace
@@ -123,14 +123,15 @@ class CastRules:
             yield self.amax, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
 
     def of_powers(self, traits: RecipeTraits, target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
-        """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into their binade."""
+        """Scales put every amax * scale, here from `lowest` to `highest`, into their binade, or where it belongs."""
         limit = FLOAT8_MAX.get(target_dtype, math.nan)
         if highest == 0 or math.isnan(highest) or _in_binade(traits, limit, lowest, highest):
             return
         found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
         if 0 < lowest <= highest < math.inf:
-            found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
-        binade = "[4/7, 8/7)" if traits.rounds_scales_down else "(1/2, 1]"
+            low, high = limit / highest * _least(traits), limit / lowest
+            found += f", as for amaxes of {low:.3g} to {high:.3g} times the right ones"
+        binade = "[4/7, 8/7)" if traits.rounds_scales_down else "(1/2, 1]" if traits.power_of_two_scales else "[1, 1]"
         yield self.amax, f"amax * scale in {binade} of {limit:g}", found
 
 
@@ -146,12 +147,17 @@ def tensorwise_scale(target_dtype: str, amax: float) -> float:
 def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float) -> bool:
     """Return True for (1/2, 1] of the largest value, or [256, 512) of E4M3 where the scales of blocks are rounded down.
 
-    Scales of blocks are exact, those of rows come out of a logarithm.
+    Scales that are exponents are exact, those of rows come out of a logarithm, others are rounded to float32.
     """
     if traits.rounds_scales_down:
         return lowest >= limit * 4 / 7 and highest < limit * 8 / 7
-    slack = 0.0 if traits.block else Limit("casts.next_to_power")
-    return lowest / limit > 0.5 * (1 - slack) and highest / limit <= 1 + slack
+    slack = 0.0 if traits.scale_dtype == E8M0 else Limit("casts.next_to_power")
+    return lowest / limit > _least(traits) * (1 - slack) and highest / limit <= 1 + slack
+
+
+def _least(traits: RecipeTraits) -> float:
+    """Return what share of the largest value an amax must be cast to."""
+    return 0.5 if traits.power_of_two_scales else 1.0
 
 
 def inverse(scale: ScaleSummary) -> tuple[float, float]:

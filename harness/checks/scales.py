@@ -100,7 +100,7 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
         return ""
     place, cast = next(item for item in casts[wrong.rank].items() if item[1].index == wrong.order)
     group = _group(case, casts, wrong.rank, place)
-    if case.float8.traits.power_of_two_scales:
+    if case.float8.traits.power_of_two_scales or case.float8.traits.block:
         lowest, highest = _scaled_amaxes(cast, list(group.values()))
         earlier = earlier_casts(casts, wrong.rank, place)
         power = implied_by_power(case.float8.traits, cast, lowest, highest, earlier)
@@ -114,7 +114,9 @@ def _furthest_block(case: Case, cast: CastRecord) -> str:
     """Return where the block is whose amax * scale is furthest from the middle of where it must be."""
     if not cast.extreme_blocks:
         return ""
-    middle = 256 * 512 if case.float8.traits.rounds_scales_down else 224 * 448  # squared
+    traits = case.float8.traits
+    least = 256 * 512 / 448 if traits.rounds_scales_down else 224 if traits.power_of_two_scales else 448
+    middle = least * 448  # squared
     is_high = not cast.scaled_amax_minimum * cast.scaled_amax_maximum < middle
     line, block = divmod(cast.extreme_blocks[is_high], cast.scale.shape[-1])
     return f"furthest off is block {block} of {'row' if cast.axiswise_dim else 'column'} {line}"
@@ -221,7 +223,7 @@ def _shards(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
     """Yield the scale follows from the amax of the whole tensor or row, whose parts `group` holds."""
     traits = case.float8.traits
-    if traits.power_of_two_scales:
+    if traits.power_of_two_scales or traits.block:
         yield from RULES.of_powers(traits, cast.target_dtype, *_scaled_amaxes(cast, group))
     else:
         yield from RULES.of_tensor(cast, largest(other.amax for other in group))

@@ -170,13 +170,13 @@ def _place_in_block(case: Case, fqn: str) -> tuple[int, str]:
 def is_recomputed(case: Case, layer: int, name: str) -> bool:
     """Return True if checkpointing recomputes the matmul of this linear of a block.
 
-    `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
+    `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves, and
+    nor does it save the matmuls of a kernel that calls `_scaled_mm` itself.
     """
     if case.checkpointing.mode != "selective_op":
         return case.checkpointing.wraps(layer)
-    counted = [
-        linear for linear in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{linear}")
-    ]
+    is_counted = (not case.model.bias, case.float8.traits.is_mm)  # in high precision, and converted
+    counted = [linear for linear in BLOCK_LINEARS if is_counted[is_converted(case, f"layers.{layer}.{linear}")]]
     return name not in counted or counted.index(name) % 2 == 1
 
 

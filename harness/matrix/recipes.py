@@ -65,11 +65,12 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The properties of one recipe, or of one with other casts.
 
     `casts`: of every operand, None where it stays in high precision; empty without float8. `kernel`: what of torchao
-    casts and multiplies, `Float8Linear`, `mx_mm`.
+    casts and multiplies: `Float8Linear`, `mx_mm`.
     """
 
     casts: Mapping[Operand, Cast | None] = {}
     kernel: Literal["float8", "mx"] = "float8"
+    is_mm: bool = True  # of a tensor subclass: selective checkpointing counts its matmuls as `aten.mm`
     gathers_weights_in_float8: bool = False  # supports FSDP2's float8 all-gather
     has_tp_styles: bool = False  # supports Float8ColwiseParallel and the other float8 TP styles
 
@@ -166,6 +167,14 @@ TRAITS: dict[Recipe, RecipeTraits] = {
     "mxfp8": RecipeTraits(casts=_casts(_MX), kernel="mx"),
     "mxfp8_floor": RecipeTraits(casts=_casts(msgspec.structs.replace(_MX, rounding="floor")), kernel="mx"),
     "mxfp8_with_gw_hp": RecipeTraits(casts=_casts(_MX, i_gw=None, go_gw=None), kernel="mx"),
+}
+
+
+# Operators of torchao that cast blocks: of which operand, the contracted dim, whether data and scales come transposed,
+# and which results they are.
+OPERATORS: dict[str, tuple[Operand, int, bool, bool, slice]] = {
+    "triton_to_mxfp8_dim0": ("i", -1, False, False, slice(2)),
+    "mxfp8_quantize": ("i", 0, False, False, slice(1, 4, 2)),
 }
 
 

@@ -15,9 +15,9 @@ def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: see `program.preload`. Without what every run needs, nothing is done."""
     if options.get("device", "cpu") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torchao takes other paths where it sees a GPU, and so may a target
-        from harness.worker.virtual import mxfp8
+        from harness.worker.virtual import casts
 
-        mxfp8.install_if_possible()
+        casts.install_if_possible()
     compiles = options.get("compile", "off") == "on"
     from harness.worker.process.process import PROCESS  # imports torch
 

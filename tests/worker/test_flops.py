@@ -24,13 +24,13 @@ from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, install_hooks, unobserved
 from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.targets.reference.float8 import convert
-from harness.worker.virtual import device, mxfp8
+from harness.worker.virtual import casts, device
 from tests.builders import make_result, make_results, make_witnesses, run_of
 from tests.plugins.release.unit.test_gate import TERMS
 from tests.programs import run_script
 from tests.worker.runs import sweep
 
-mxfp8.install()  # before anything imports torchao's stubs
+casts.install()  # before anything imports torchao's stubs
 install_hooks()
 CASES = (  # more, compiled ones too, are in `test_clean_runs.py` and `test_compiled.py`
     "single-bf16-ac.op-bias-v2048-s1-f64",  # saves no matmul that adds a bias

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.worker.dispatch_hooks import matmuls, products
 from harness.worker.dispatch_hooks.matmuls import GroupedMM
-from harness.worker.virtual import device, mxfp8
+from harness.worker.virtual import casts, device
 
 E4M3 = torch.float8_e4m3fn
 EXTREMES = (0.0, -0.0, 2.0**-133, -(2.0**-127), 1e-13, 448.0, 3.3e38, math.inf, math.nan)
@@ -19,7 +19,7 @@ EXTREMES = (0.0, -0.0, 2.0**-133, -(2.0**-127), 1e-13, 448.0, 3.3e38, math.inf, 
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
-    mxfp8.install()
+    casts.install()
     device.install()
 
 
@@ -211,7 +211,7 @@ def test_columns_in_blocks_have_the_bits_of_the_reference():
 
     source = torch.randn(128, 256).bfloat16()
     data, scale = cast("mxfp8_quantize_2d_32x1_cutedsl", source)
-    data_of_t, scale_of_t = mxfp8.reference_cast(source.t(), "rceil")
+    data_of_t, scale_of_t = casts.reference_cast(source.t(), "rceil")
     assert same(data, data_of_t.t()) and data.is_contiguous() and same(scale, to_blocked(scale_of_t))
 
 

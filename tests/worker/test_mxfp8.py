@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from harness.matrix.recipes import MX
 from harness.worker.probes.cast_numbers import SMALLEST_BLOCK, Cast, CastNumbers, measure_cast
-from harness.worker.virtual import device, mxfp8
-from harness.worker.virtual.mxfp8 import pretended_gpu
+from harness.worker.virtual import casts, device
+from harness.worker.virtual.casts import pretended_gpu
 from harness.worker.virtual.scaled_mm import block_product, unswizzled
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -25,7 +25,7 @@ EXTREMES = (0.0, -0.0, 2.0**-133, -(2.0**-127), 2.0**-119, 1.75 * 2.0**-119, 2.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
-    mxfp8.install()
+    casts.install()
     device.install()
 
 
@@ -40,7 +40,7 @@ def test_what_torch_first_imports_meanwhile_does_not_pretend_later(monkeypatch: 
 
 def test_torch_finds_no_triton_where_it_first_looks_meanwhile():
     script = """
-from harness.worker.virtual.mxfp8 import pretended_gpu
+from harness.worker.virtual.casts import pretended_gpu
 with pretended_gpu({}):
     import torch._dynamo.utils, torch._inductor.compile_fx
 from torch.utils._triton import has_triton_package

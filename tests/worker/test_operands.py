@@ -21,6 +21,7 @@ from harness.checks.traffic import AMAX_MISSING, GATHERS, REDUCE_DTYPE, VOLUME, 
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.linears import gemms
+from harness.matrix.recipes import MX
 from harness.trace import Run
 from harness.verdict import Finding
 from harness.worker.dispatch_hooks import matmuls
@@ -152,14 +153,14 @@ def test_the_blocks_furthest_off_are_located(dim: int):
     rows = rows.flatten(1)
     scale = torch.full((4, 3), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     source = rows if dim else rows.t()
-    numbers = measure_cast(Cast(source, source.clamp(max=448).to(torch.float8_e4m3fn), scale, dim, 32))
+    numbers = measure_cast(Cast(source, source.clamp(max=448).to(torch.float8_e4m3fn), scale, dim, MX))
     assert numbers.extreme_blocks == (1 * 3 + 2, 3 * 3 + 1)
     assert (numbers.scaled_amax_minimum, numbers.scaled_amax_maximum) == (100, 1000)
     wrong = scale.view(torch.uint8).clone()
     wrong[2, 0] = 255  # NaN
-    numbers = measure_cast(Cast(source, source.to(torch.float8_e4m3fn), wrong.view(scale.dtype), dim, 32))
+    numbers = measure_cast(Cast(source, source.to(torch.float8_e4m3fn), wrong.view(scale.dtype), dim, MX))
     assert numbers.extreme_blocks == (6, 6)
-    assert measure_cast(Cast(0 * source, (0 * source).to(torch.float8_e4m3fn), scale, dim, 32)).extreme_blocks == ()
+    assert measure_cast(Cast(0 * source, (0 * source).to(torch.float8_e4m3fn), scale, dim, MX)).extreme_blocks == ()
 
 
 def test_the_largest_value_keeps_its_sign_where_one_scale_spans_the_tensor():

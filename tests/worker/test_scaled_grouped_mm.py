@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import ScalingType, SwizzleType
 
-from harness.worker.virtual import device, mxfp8
+from harness.worker.virtual import casts, device
 from harness.worker.virtual.scaled_rules import GPU
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -16,7 +16,7 @@ E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
-    mxfp8.install()
+    casts.install()
     device.install()
 
 

@@ -176,9 +176,11 @@ def measure(cast: HostCast) -> CastNumbers:
     widened = cast.source.to(torch.float32)
     if cast.block[1]:
         blocks = _blocks(widened, cast)
-        factors = _factors(scale, cast)
+        factors = _factors(scale, blocks, cast)
         column, scale = factors.reshape(-1, 1), _spread(factors, cast)
-        products = _row_products(blocks, column, -1, SMALLEST_BLOCK)._replace(places=_extremes(blocks, column))
+        smallest = EPS if cast.scale.dtype == torch.float32 else SMALLEST_BLOCK
+        places = _extremes(blocks, column, smallest)
+        products = _row_products(blocks, column, -1, smallest)._replace(places=places)
     else:
         products = _products(cast.source if cast.source.dtype == torch.float64 else widened, scale, cast.axiswise_dim)
     limit = torch.finfo(cast.dtype).max
@@ -227,12 +229,18 @@ def _row_products(source: torch.Tensor, scale: torch.Tensor, dim: int, smallest:
     return _Products(amax, float(usable.min()), float(usable.max()), bound)
 
 
-def _factors(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
+def _factors(scale: torch.Tensor, blocks: torch.Tensor, cast: HostCast) -> torch.Tensor:
     """What values of these blocks are multiplied by, exactly: the inverse of the scale, except two of torchao's.
+
+    Of float32 only the inverse is recorded, and the factor of the amax is the one where it has that inverse.
 
     torchao 0.18, `to_mx`: rounding down, blocks with the smallest scale are divided by the smallest normal number, and
     those with a NaN by infinity; rounding up, blocks with the smallest scale stay as they are.
     """
+    if scale.dtype == torch.float32:
+        amax = blocks.abs().amax(-1).clamp(min=float(EPS)).double().view(scale.shape)
+        right = (torch.finfo(cast.dtype).max / amax).float()
+        return torch.where(right.reciprocal() == scale, right, scale.reciprocal())
     exact = scale.double()
     factors = torch.where(exact == _SMALLEST_SCALE, 2.0**126 if cast.rounds_down else 1.0, exact.reciprocal())
     return (factors.nan_to_num(0.0) if cast.rounds_down else factors).float()
@@ -244,11 +252,11 @@ def _blocks(source: torch.Tensor, cast: HostCast) -> torch.Tensor:
     return lines.reshape(-1, rows, lines.shape[-1] // length, length).transpose(1, 2).reshape(-1, rows * length)
 
 
-def _extremes(blocks: torch.Tensor, factors: torch.Tensor) -> tuple[int, ...]:
+def _extremes(blocks: torch.Tensor, factors: torch.Tensor, smallest: np.float64) -> tuple[int, ...]:
     """Return which blocks have the smallest and the largest amax * scale; one that is NaN counts as either."""
     amax = _array(blocks.abs().amax(-1, keepdim=True))
     products = np.multiply(amax, _array(factors), dtype=np.float64)
-    zeros = amax < SMALLEST_BLOCK
+    zeros = amax < smallest
     if zeros.all():
         return ()
     return int(np.where(zeros, np.inf, products).argmin()), int(np.where(zeros, -np.inf, products).argmax())

@@ -6,7 +6,7 @@ single-rank reference does the same.
 """
 
 import itertools
-import sys
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -39,15 +39,14 @@ def converted_linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {fqn: module for fqn, module in linears(model).items() if is_converted(module)}
 
 
+_TRAINS = re.compile(r"torchao\.(float8|prototype\.\w+_training)\b")
+
+
 def is_converted(linear: nn.Module) -> bool:
     """Return True for a linear of torchao's, and for one of torch's whose weight torchao has wrapped."""
-    if isinstance(linear, Float8Linear):
-        return True
     if not isinstance(linear, nn.Linear):
         return False
-    # imported where something is converted to MXFP8
-    mxfp8 = sys.modules.get("torchao.prototype.moe_training.mxfp8_linear")
-    if mxfp8 is not None and isinstance(linear, mxfp8.MXFP8Linear):
+    if any(_TRAINS.match(kind.__module__) for kind in type(linear).__mro__):
         return True
     weight = linear.weight
     return is_wrapped(weight.data) or (isinstance(weight, DTensor) and is_wrapped(weight._local_tensor))

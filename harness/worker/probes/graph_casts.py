@@ -2,7 +2,7 @@
 
 torchao's cast is four operators in a graph: to float32, times the scale, clamp, to float8 (`ToFloat8ConstrFunc` in
 torchao 0.18). The operands of the first two are kept until the last one ran, then measured as those of an eager cast.
-Inductor decomposes them: a clamp is one to the minimum and one to the maximum. A cast to MXFP8 is one operator.
+Inductor decomposes them: a clamp is one to the minimum and one to the maximum. A cast of blocks is one operator.
 
 The gradients that the optimizer gets are held against those that generated code has returned. What lies between is one
 rank's sum over microbatches, bit for bit, and sums over ranks, which are repeated in float64: FSDP2's, and that of
@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from harness.matrix.case import Case
-from harness.matrix.recipes import MX, RecipeTraits
+from harness.matrix.recipes import OPERATORS, TENSOR, RecipeTraits
 from harness.trace.graphs import GradientDistance, GraphCast, GraphMatmul, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_scale
 from harness.worker.process.process import PROCESS, in_backward
@@ -33,14 +33,18 @@ from harness.worker.tensors.names import clean_fqn, dtype_name, is_compiled
 from harness.worker.tensors.places import local_tensor
 from harness.worker.tensors.reduction import relative_distance
 from harness.worker.virtual.collectives import FLOAT8
-from harness.worker.virtual.scaled_mm import unswizzled_scales
+from harness.worker.virtual.scaled_mm import scales_of_blocks
 
 _aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _VIEWS = frozenset({_aten.t.default, _aten.reshape.default, _aten.view.default, _aten.permute.default})
 
-# The operators that cast to MXFP8: the contracted dim, and which results are the data and the scales.
-_BLOCK_CASTS = {"torchao.triton_to_mxfp8_dim0.default": (-1, 0, 1), "torchao.mxfp8_quantize.default": (0, 1, 3)}
+# Where the scales are among the arguments of a scaled matmul.
+_SCALES_OF_MATMULS = {
+    "_scaled_mm": (2, 3),
+    "_scaled_mm_v2": (2, 5),
+    "blockwise_scaled_mm": (2, 4),
+}
 
 
 class _Chain(NamedTuple):
@@ -76,15 +80,19 @@ class GraphCastWatcher:
         with torch.no_grad():
             if _is_cast(node):
                 self._record(node, result)
-            if str(node.target) in _BLOCK_CASTS:
+            if _name(node) in OPERATORS:
                 self._record_blocks(node, args[0], result)
-        if node.target is _aten._scaled_mm.default:
+        if _name(node) in _SCALES_OF_MATMULS:
             self._record_matmul(node, args)
 
     def _record_matmul(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
-        a, b, scale_a, scale_b = args[:4]
-        if scale_a.dtype == torch.float8_e8m0fnu:
-            scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
+        a, b = args[:2]
+        scale_a, scale_b = (
+            given[0] if isinstance(given, list) else given
+            for given in (args[place] for place in _SCALES_OF_MATMULS[_name(node)])
+        )
+        if self._traits.block:
+            scale_a, scale_b = scales_of_blocks(a, b, scale_a, scale_b)
         self.matmuls.append(
             GraphMatmul(
                 step=self._step,
@@ -115,8 +123,10 @@ class GraphCastWatcher:
         self._add(seen, chain.widened, Cast(source, bits, scale, _scaled_dim(scale, source)))
 
     def _record_blocks(self, node: torch.fx.Node, source: torch.Tensor, result: tuple[torch.Tensor, ...]) -> None:
-        dim, data, scale = _BLOCK_CASTS[str(node.target)]
-        cast = Cast(source, result[data], result[scale], dim, MX, self._traits.rounds_scales_down)
+        operand, dim, *turned, place = OPERATORS[_name(node)]
+        data, scale = (tensor.t() if turns else tensor for tensor, turns in zip(result[place], turned, strict=True))
+        block = self._traits.block_of(operand) or TENSOR
+        cast = Cast(source, data, scale, dim, block, self._traits.rounds_scales_down)
         self._add(self._seen(node, cast.bits), node, cast)
 
     def _seen(self, node: torch.fx.Node, bits: torch.Tensor) -> dict[str, Any]:
@@ -148,6 +158,10 @@ class GraphCastWatcher:
 def _needed(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     chains = [_chain(node) for node in graph.nodes if _is_cast(node)]
     return frozenset(node for chain in chains if isinstance(chain, _Chain) for node in chain)
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _is_cast(node: torch.fx.Node) -> bool:

@@ -39,7 +39,7 @@ _prims = torch.ops.prims
 
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
-MATMULS = frozenset({_aten.mm.default, _aten._scaled_mm.default})
+MATMULS = frozenset({_aten.mm.default, _aten._scaled_mm.default, _aten._scaled_mm_v2.default})
 _CASTS = frozenset({_aten._to_copy.default, _prims.convert_element_type.default})
 # Operators that move elements and change none.
 _MOVES = frozenset(

@@ -42,7 +42,7 @@ from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import Contents
 from harness.worker.tensors.names import clean_fqn, dtype_name
 from harness.worker.tensors.places import local_part, local_tensor, mesh_axes
-from harness.worker.virtual.scaled_mm import unswizzled_scales
+from harness.worker.virtual.scaled_mm import scales_of_blocks
 
 
 def gathered_weights(model: nn.Module) -> dict[nn.Module, ManagedParam]:
@@ -84,7 +84,7 @@ class _Place:
     def __init__(self, by: Pass, phase: Phase, parameter: DTensor | None = None) -> None:
         self.by, self.fqn, self.phase, self.matmuls = by, by.fqn, phase, 0
         self.linear: nn.Module | None = None  # whose forward runs
-        self.operands: dict[int, Role] = {}  # of a linear in MXFP8: which is in which memory
+        self.operands: dict[int, Role] = {}  # of a linear in blocks: which is in which memory
         self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
 
     def next_gemm(self) -> GemmRole:
@@ -345,8 +345,8 @@ class OperandProbe(Probe):
     def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
         place, gemm = self.place, self.place.next_gemm()
         self._look_at_age(gemm, [(a, scale_a), (b, scale_b)])
-        if scale_a.dtype == torch.float8_e8m0fnu:
-            scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
+        if self._case.float8.traits.block:
+            scale_a, scale_b = scales_of_blocks(a, b, scale_a, scale_b)
         with _invisible():
             self._seen_matmuls.append(
                 PendingMatmul(

@@ -73,8 +73,6 @@ PROBES = {
     "module_tensors": "ModuleTensorProbe",
     "experts": "ExpertProbe",
 }
-# The module and the probe of operands, by what casts them.
-_OF_OPERANDS = {"float8": ("operands", "OperandProbe"), "mx": ("mxfp8_operands", "BlockOperandProbe")}
 
 
 class ProbeSet:
@@ -101,9 +99,9 @@ class ProbeSet:
             "module_tensors": {"numerics": numerics},
             "sketches": {} if stands_for is None else {"pieces": stands_for.dp, "groups": stands_for.ep},
         }
-        of_operands = _OF_OPERANDS[case.float8.traits.kernel]
+        of_blocks = {"operands": ("block_operands", "BlockOperandProbe")} if case.float8.traits.block else {}
         for name in names:
-            module, kind = of_operands if name == "operands" else (name, PROBES[name])
+            module, kind = of_blocks.get(name, (name, PROBES[name]))
             probe = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
             self._probes[name] = probe(case, device, **options.get(name, {}))
 

@@ -20,6 +20,7 @@ their tensors are searched again.
 
 import functools
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -173,10 +174,11 @@ def _wraps(kind: Hashable) -> bool:
 
 
 def _is_fake(candidate: object) -> bool:
-    """Return True for a tensor in a compiler's description of a graph, whose storage is of the device `meta`."""
+    """Return True for a tensor in a compiler's description of a graph: functional, or with a storage of `meta`."""
     if not isinstance(candidate, torch.Tensor) or _wraps(type(candidate)):
         return False
-    return candidate.untyped_storage().device.type == "meta"
+    described = torch._is_functional_tensor(getattr(candidate, "elem", candidate))
+    return described or candidate.untyped_storage().device.type == "meta"
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -268,7 +270,7 @@ class SavedMemoryProbe(Probe):
 
     def _note(self, tensor: torch.Tensor) -> None:
         if self._recording:
-            for plain in plain_tensors(tensor):
+            for plain in itertools.filterfalse(_is_fake, plain_tensors(tensor)):
                 storage = plain.untyped_storage()
                 known = self._seen.get(storage._cdata)  # no other storage, for a weak reference keeps the address
                 self._seen[storage._cdata] = (known[0] if known else StorageWeakRef(storage), plain.dtype)

@@ -64,7 +64,7 @@ def _rounded(product: torch.Tensor, dtype: torch.dtype, scale_result: torch.Tens
 
 def block_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
     """`a @ b` in float64, where 32 values along K share a scale, as the hardware reads it: see `unswizzled`."""
-    return product_of_blocks(a, b, *unswizzled_scales(a, b, scale_a, scale_b), MX[1])
+    return product_of_blocks(a, b, *scales_of_blocks(a, b, scale_a, scale_b), MX[1])
 
 
 def product_of_blocks(
@@ -84,12 +84,16 @@ def product_of_blocks(
     return total
 
 
-def unswizzled_scales(
+def scales_of_blocks(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales [rows of a, blocks] and [columns of b, blocks] of a matmul in MXFP8."""
-    blocks = a.shape[1] // MX[1]
-    return unswizzled(scale_a, a.shape[0], blocks), unswizzled(scale_b, b.shape[1], blocks)
+    """Return the scales [rows of a, blocks] and [columns of b, blocks] that a matmul was given, or of 128 rows each."""
+    sides, k = ((scale_a, a.shape[0]), (scale_b, b.shape[1])), a.shape[1]
+    if scale_a.dtype == torch.float8_e8m0fnu:
+        of_a, of_b = (unswizzled(scale, rows, k // MX[1]) for scale, rows in sides)
+    else:  # as the second version takes them
+        of_a, of_b = (scale if len(scale) == rows else scale[: -(-k // SLICE[1])].t() for scale, rows in sides)
+    return of_a, of_b
 
 
 def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from harness.worker.virtual import mxfp8
+from harness.worker.virtual import casts
 
-mxfp8.install_if_possible()
+casts.install_if_possible()
 
 import torch  # noqa: E402  behind what must be installed first
 

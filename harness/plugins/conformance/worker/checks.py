@@ -297,9 +297,9 @@ Exchange = Callable[..., list[torch.Tensor]]
 def preload(options: Mapping[str, str]) -> None:
     """Import what every rank needs and install the virtual device."""
     torch.set_num_threads(1)
-    from harness.worker.virtual import mxfp8
+    from harness.worker.virtual import casts
 
-    mxfp8.install_if_possible()
+    casts.install_if_possible()
     device.install()
 
 

@@ -11,6 +11,7 @@ virtual device, and so are those of Triton where it is not installed.
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from harness.plugins.exec.worker.gpu import Unsupported, refusing
 from harness.plugins.exec.worker.imports import after_import, around_import, has_interpreter, is_installed
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.process.process import PROCESS
-from harness.worker.virtual import mxfp8
+from harness.worker.virtual import casts
 
 Array = np.ndarray[Any, Any]
 _PRIVATE = "_{}"  # of Triton: internals.toml lists parts of torch, without which nothing runs
@@ -33,18 +34,21 @@ def install(capability: tuple[int, int]) -> None:
     torch.utils._triton.has_triton.cache_clear()  # torch may have looked before it was shown a GPU
     on_sm_100 = capability == (10, 0)
     if on_sm_100:
-        PROCESS.keep("kernels of CUDA", mxfp8.bodies_of_cuda())
-        after_import(mxfp8.CUTE_PROBE, lambda module: setattr(module, "_cutedsl_runtime_available", lambda: True))
+        PROCESS.keep("kernels of CUDA", casts.bodies_of_cuda())
+        after_import(casts.CUTE_PROBE, lambda module: setattr(module, "_cutedsl_runtime_available", lambda: True))
     if has_interpreter():
         after_import("triton.runtime.interpreter", _interpreter)
         after_import("triton.runtime.autotuner", _autotuner)
         library: Any = torch.library
-        library.triton_op, library.wrap_triton = mxfp8.operator_of_triton, lambda kernel: kernel
+        library.triton_op, library.wrap_triton = casts.operator_of_triton, lambda kernel: kernel
     elif is_installed("triton"):
         after_import("triton.runtime.jit", _refuse)
-    elif on_sm_100:
-        around_import(mxfp8.CASTS, lambda: mxfp8.pretended_gpu(mxfp8.BODIES))
-        around_import(mxfp8.PACKAGE, lambda: mxfp8.pretended_gpu(mxfp8.EXPERT_BODIES, available=mxfp8.PROBES))
+    else:
+        for module, (since, bodies) in casts.MODULES.items():
+            if capability >= since:
+                around_import(module, partial(casts.pretended_gpu, bodies))
+        if on_sm_100:
+            around_import(casts.PACKAGE, lambda: casts.pretended_gpu(casts.EXPERT_BODIES, available=casts.PROBES))
 
 
 def _histograms() -> torch.library.Library:
@@ -102,7 +106,7 @@ def _interpreter(module: Any) -> None:
     launch = grid.__call__
 
     def launched(self: Any, *args: Any, **given: Any) -> None:
-        if not mxfp8.any_is_fake(*args, *given.values()):
+        if not casts.any_is_fake(*args, *given.values()):
             with unobserved():
                 launch(self, *args, **given)
 

@@ -153,9 +153,9 @@ _CPU = torch.device("cpu")
 def preload(options: Mapping[str, str]) -> None:
     """Leave the process with one thread, so that it can be forked."""
     torch.set_num_threads(1)
-    from harness.worker.virtual import mxfp8
+    from harness.worker.virtual import casts
 
-    mxfp8.install_if_possible()
+    casts.install_if_possible()
     install_hooks(compiled=False)
 
 

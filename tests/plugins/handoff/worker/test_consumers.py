@@ -21,7 +21,7 @@ from harness.errors import HarnessError
 from harness.plugins.handoff.agreement import MATCHERS
 from harness.plugins.handoff.numbers import decoded
 from harness.plugins.handoff.reading import read_state
-from harness.worker.virtual import mxfp8
+from harness.worker.virtual import casts
 from tests.plugins.handoff.files import write
 from tests.plugins.handoff.trainers import LAYOUTS, exported, weights
 
@@ -134,7 +134,7 @@ def linears() -> nn.Module:
 
 
 def test_torchaos_float8_weights_are_right_in_memory_and_in_its_checkpoint(tmp_path: Path) -> None:
-    mxfp8.install()  # before torchao's MXFP8 is imported
+    casts.install()  # before torchao's MXFP8 is imported
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
     model = linears()
@@ -152,7 +152,7 @@ def test_torchaos_float8_weights_are_right_in_memory_and_in_its_checkpoint(tmp_p
 
 @pytest.mark.parametrize("rounding", ["floor", "rceil", "ceil", "even"])
 def test_torchaos_mxfp8_is_right_and_idempotent_where_scales_are_not_rounded_up(rounding: str) -> None:
-    mxfp8.install()
+    casts.install()
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
 

@@ -1,4 +1,4 @@
-"""The MXFP8 casts of an SM 10.0 GPU on a CPU: torchao's own operators, with the bodies of their kernels in torch.
+"""The casts of blocks of a GPU on a CPU: torchao's own operators, with the bodies of their kernels in torch.
 
 torchao defines these operators, their fake kernels and their sharding rules where it finds such a GPU. It is imported
 as if there were one: sizes, dtypes, strides, assertions and placements are torchao's. What the kernels compute is its
@@ -385,8 +385,9 @@ def install() -> None:
         return
     if CASTS in sys.modules:
         raise RuntimeError(f"{CASTS} was imported before the virtual device. Fix: import it in `build`, or later.")
-    with pretended_gpu(BODIES):
-        importlib.import_module(CASTS)
+    for module, (_, bodies) in MODULES.items():
+        with pretended_gpu(bodies):
+            importlib.import_module(module)
     PROCESS.keep("casts")
     PROCESS.keep(_EXPERTS, install_for_experts())
 
@@ -409,8 +410,14 @@ def _swizzle(*, scale_ptr: torch.Tensor, output_ptr: torch.Tensor, **given: Any)
     output_ptr.view(-1).copy_(to_blocked(scale_ptr[: given["scale_rows"], : given["scale_cols"]]))
 
 
-BODIES: dict[str, Callable[..., None]] = {
-    "to_mxfp8_dim0_kernel": _cast_rows,
-    "to_mxfp8_dim1_kernel": _cast_columns,
-    "triton_scale_swizzle": _swizzle,
+# The GPUs on which each of these modules defines its operators, and the bodies of their kernels in Triton.
+MODULES: dict[str, tuple[tuple[int, int], dict[str, Body]]] = {
+    CASTS: (
+        (10, 0),
+        {
+            "to_mxfp8_dim0_kernel": _cast_rows,
+            "to_mxfp8_dim1_kernel": _cast_columns,
+            "triton_scale_swizzle": _swizzle,
+        },
+    ),
 }
