@@ -54,9 +54,9 @@ SCOPE = (
     ),
     OutOfScope("NVFP4", "4-bit values need another matmul", r"nv(fp)?4?(_\w+)?|fp4"),
     OutOfScope(
-        "block-wise scaling",
-        "Float8LinearConfig has one scale per tensor or per row",
-        r"(block|group)wise\w*",
+        "group-wise scaling",
+        "torchao trains with a scale per tensor, row, 32 or 128 values, or 128 x 128",
+        r"groupwise\w*",
     ),
     OutOfScope(
         "delayed scaling",

@@ -2,7 +2,7 @@
 
 A recipe is a table of casts: rules and expectations read its properties instead of comparing names. Sources, all of
 torchao 0.18: `Float8LinearConfig.from_recipe_name` and `Float8Linear`; `mx_mm` of
-`prototype/moe_training/mxfp8_linear.py`.
+`prototype/moe_training/mxfp8_linear.py`; `prototype/blockwise_fp8_training/linear.py`.
 """
 
 import functools
@@ -15,7 +15,9 @@ from msgspec import Meta
 from harness.matrix.axis import Changes, Word, axis, flag
 from harness.matrix.model import CaseStruct
 
-Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_floor", "mxfp8_with_gw_hp"]
+Recipe = Literal[
+    "bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_floor", "mxfp8_with_gw_hp", "blockwise"
+]
 
 E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 FLOAT8_MAX = {E4M3: 448.0, E5M2: 57344.0}  # the largest finite value
@@ -65,11 +67,11 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The properties of one recipe, or of one with other casts.
 
     `casts`: of every operand, None where it stays in high precision; empty without float8. `kernel`: what of torchao
-    casts and multiplies: `Float8Linear`, `mx_mm`.
+    casts and multiplies: `Float8Linear`, `mx_mm`, `fp8_blockwise_mm`.
     """
 
     casts: Mapping[Operand, Cast | None] = {}
-    kernel: Literal["float8", "mx"] = "float8"
+    kernel: Literal["float8", "mx", "blockwise"] = "float8"
     is_mm: bool = True  # of a tensor subclass: selective checkpointing counts its matmuls as `aten.mm`
     gathers_weights_in_float8: bool = False  # supports FSDP2's float8 all-gather
     has_tp_styles: bool = False  # supports Float8ColwiseParallel and the other float8 TP styles
@@ -157,6 +159,7 @@ def _casts(cast: Cast, **others: Cast | None) -> dict[Operand, Cast | None]:
 _E5M2 = Cast(dtype=E5M2)
 _ROWS = Cast(block=ROW, rounding="power")
 _MX = Cast(block=MX, scale_dtype=E8M0, rounding="power")
+_SQUARES = Cast(block=SQUARE)
 TRAITS: dict[Recipe, RecipeTraits] = {
     "bf16": RecipeTraits(),
     "tensorwise": RecipeTraits(
@@ -167,6 +170,9 @@ TRAITS: dict[Recipe, RecipeTraits] = {
     "mxfp8": RecipeTraits(casts=_casts(_MX), kernel="mx"),
     "mxfp8_floor": RecipeTraits(casts=_casts(msgspec.structs.replace(_MX, rounding="floor")), kernel="mx"),
     "mxfp8_with_gw_hp": RecipeTraits(casts=_casts(_MX, i_gw=None, go_gw=None), kernel="mx"),
+    "blockwise": RecipeTraits(
+        casts=_casts(Cast(block=SLICE), w=_SQUARES, w_gi=_SQUARES), kernel="blockwise", is_mm=False
+    ),
 }
 
 
@@ -175,6 +181,11 @@ TRAITS: dict[Recipe, RecipeTraits] = {
 OPERATORS: dict[str, tuple[Operand, int, bool, bool, slice]] = {
     "triton_to_mxfp8_dim0": ("i", -1, False, False, slice(2)),
     "mxfp8_quantize": ("i", 0, False, False, slice(1, 4, 2)),
+    "triton_fp8_blockwise_act_quant_lhs": ("i", -1, False, False, slice(2)),
+    "triton_fp8_blockwise_act_quant_rhs": ("i", 0, False, True, slice(2)),
+    "triton_fp8_blockwise_act_quant_transposed_lhs": ("i", 0, True, False, slice(2)),
+    "triton_fp8_blockwise_weight_quant_rhs": ("w", 0, False, True, slice(2)),
+    "triton_fp8_blockwise_weight_quant_transposed_rhs": ("w", -1, True, True, slice(2)),
 }
 
 
@@ -216,6 +227,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             flag("mxfp8", "MXFP8: one scale per 32 values, rounded up (RCEIL)", recipe="mxfp8"),
             flag("mxfp8_floor", "MXFP8 whose scales are rounded down (FLOOR)", recipe="mxfp8_floor"),
             flag("mxfp8_with_gw_hp", "MXFP8, but high precision in weight gradients", recipe="mxfp8_with_gw_hp"),
+            flag("blockwise", "FP8 with one scale per 128 values, of weights per 128 x 128", recipe="blockwise"),
             part="recipe",
             needs=(),
             everyday=True,

@@ -289,8 +289,8 @@ EXCLUSIONS = tuple(_exclusions())
 
 # The same requirement is worded differently in the meta registration ("Expected self.size(1) to be divisible by 16, …",
 # "Expected both dimensions of mat2 to be divisible by 16 ...") and in the CUDA kernel ("Expected trailing dimension of
-# mat1 to be divisible by 16 ...", "mat2 shape (128x1128) must be divisible by 16"). MXFP8 is refused by the assertions
-# of torchao's casts, or by the matmul of the forward where it is before them.
+# mat1 to be divisible by 16 ...", "mat2 shape (128x1128) must be divisible by 16"). Blocks are refused by assertions of
+# torchao's, or by the matmul of the forward where it is before them.
 _ALIGNMENT_PATTERN = (
     r"Expected self\.size\(1\) to be divisible by 16"
     r"|Expected both dimensions of mat2 to be divisible by 16"
@@ -298,6 +298,8 @@ _ALIGNMENT_PATTERN = (
     r"|mat2 shape \(.*must be divisible by 16"
     r"|columns must be divisible by inner block size"
     r"|(?:rows|cols) must be a multiple of 32"
+    r"|must be divisible by block_size \(block_size=128\)"
+    r"|AssertionError: unsupported$"  # a converted linear whose features are no multiple of 128
 )
 
 _refused_alignment = functools.partial(Refusal, check="alignment", pattern=_ALIGNMENT_PATTERN)
@@ -305,16 +307,17 @@ REFUSALS: tuple[Refusal, ...] = (
     _refused_alignment(
         name="block_alignment",
         reason="a weight dimension of a converted linear inside a block, as one TP rank holds it, is not a multiple of "
-        "16 (MXFP8: 32); pad_inner_dim cannot help, because every weight dimension is an output dimension of a matmul",
+        "16 (MXFP8: 32, blockwise: 128); pad_inner_dim cannot help, because every weight dimension is an output "
+        "dimension of a matmul",
         source=_META,
         axes=(*_MODEL_AXES, "tp", *_CONVERSION_AXES),
         when=lambda case: _misaligned_weights(case, output=False),
     ),
     _refused_alignment(
         name="output_alignment",
-        reason="the converted output layer holds a shard of the vocabulary that is not a multiple of 16 (MXFP8: 32); "
-        "pad_inner_dim cannot help, because the shard is the output dimension of the forward matmul; padding the "
-        "vocabulary to a multiple of 16 * tp (32 * tp) can",
+        reason="the converted output layer holds a shard of the vocabulary that is not a multiple of 16 (MXFP8: 32, "
+        "blockwise: 128); pad_inner_dim cannot help, because the shard is the output dimension of the forward matmul; "
+        "padding the vocabulary to a multiple of 16 * tp (32 * tp, 128 * tp) can",
         source=_META,
         axes=(*_VOCABULARY_AXES, *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
         when=lambda case: _misaligned_weights(case, output=True),
@@ -322,8 +325,8 @@ REFUSALS: tuple[Refusal, ...] = (
     _refused_alignment(
         name="token_alignment",
         reason="the tokens per rank are the inner dimension of the weight-gradient matmul and not a multiple of 16 "
-        "(MXFP8: 32); pad_inner_dim or a recipe with the weight gradient in high precision (with_gw_hp) make the case "
-        "valid",
+        "(MXFP8: 32, blockwise: 128); pad_inner_dim or a recipe with the weight gradient in high precision "
+        "(with_gw_hp) make the case valid",
         source=f"{_TORCHAO}/float8_linear.py",
         axes=("target", "global_batch", "accumulation", "seq_len", *DP_AXES, "cp", "recipe", "casts", "pad_inner_dim"),
         when=_misaligned_tokens,

@@ -255,7 +255,7 @@ def test_every_word_for_a_value_leads_to_a_value_of_its_axis(found: tuple[str, s
         ("fp8", choices("recipe"), "did you mean tensorwise or rowwise?"),
         ("tensorwise-dynamic", choices("recipe"), "did you mean tensorwise?"),
         ("per-row", choices("recipe"), "did you mean rowwise?"),
-        ("blockwise", choices("recipe"), "leave it out: block-wise scaling is out of scope: .*"),
+        ("groupwise", choices("recipe"), "leave it out: group-wise scaling is out of scope: .*"),
         ("delayed scaling", choices("recipe"), "leave it out: delayed scaling is out of scope: .*"),
     ],
 )

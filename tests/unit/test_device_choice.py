@@ -116,6 +116,7 @@ NEWER = GpuFacts(capability=(10, 0), peers=True)
 NEEDED = [  # of the row: a case, GPUs on which it is met, GPUs on which it is not
     ("mxfp8", {"recipe": "mxfp8"}, NEWER, GpuFacts(capability=(9, 0))),
     ("mxfp8_experts", {"recipe": "mxfp8", "grouped_mm": True}, NEWER, GpuFacts(capability=(12, 0))),
+    ("blockwise", {"recipe": "blockwise"}, GpuFacts(capability=(9, 0)), NEWER),
     ("float8_experts", {"recipe": "rowwise", "grouped_mm": True}, GpuFacts(capability=(9, 0)), NEWER),
     ("float8", {"recipe": "rowwise"}, GpuFacts(capability=(8, 9)), GpuFacts(capability=(8, 6))),
     ("float8_in_float64", {"recipe": "rowwise", "dtype": "float64"}, None, NEWER),

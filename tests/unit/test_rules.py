@@ -227,16 +227,16 @@ def test_every_recipe_has_its_facts() -> None:
     assert set(TRAITS) == set(get_args(Recipe))
 
 
-# Read off `Float8LinearConfig.from_recipe_name`, `Float8Linear` and `mx_mm` of torchao 0.18.
+# Read off `Float8LinearConfig.from_recipe_name`, `Float8Linear`, `mx_mm` and `fp8_blockwise_mm` of torchao 0.18.
 @pytest.mark.parametrize(
     ("fact", "recipes"),
     [
-        ("converts", {"tensorwise", "rowwise", "rowwise_with_gw_hp", *MXFP8}),
-        ("block", MXFP8),
+        ("converts", {"tensorwise", "rowwise", "rowwise_with_gw_hp", *MXFP8, "blockwise"}),
+        ("block", {*MXFP8, "blockwise"}),
         ("rounds_scales_down", {"mxfp8_floor"}),
         ("one_scale_per_tensor", {"tensorwise"}),
         ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp", *MXFP8}),
-        ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp", *MXFP8}),
+        ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp", *MXFP8, "blockwise"}),
         ("gathers_weights_in_float8", {"tensorwise"}),
         ("has_tp_styles", {"tensorwise"}),
     ],
@@ -254,6 +254,7 @@ def test_a_fact_is_true_of_its_recipes_alone(fact: str, recipes: set[str]) -> No
         ("rowwise_with_gw_hp", [], {"forward", "dgrad"}, {"forward", "dgrad"}),
         ("mxfp8", [], {"forward", "dgrad", "wgrad"}, set()),
         ("mxfp8_with_gw_hp", [], {"forward", "dgrad"}, set()),
+        ("blockwise", [], {"forward", "dgrad", "wgrad"}, set()),
         ("tensorwise", ["go_gw:dis", "i_gw:dis"], {"forward", "dgrad"}, set()),
         ("rowwise", ["i:ten", "w:ten", "w_gi:ten"], {"forward", "dgrad", "wgrad"}, {"dgrad", "wgrad"}),
     ],

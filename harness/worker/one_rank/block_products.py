@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from harness.matrix.recipes import SLICE
 from harness.worker.one_rank.tensor_ranks import Cut, Matmul
 
 Tensor = torch.Tensor
@@ -28,7 +29,22 @@ def _of_parts(whole: Any, data: Tensor, scale: Tensor) -> Any:
     return type(whole).__tensor_unflatten__(parts, others, data.shape, data.stride())
 
 
+def _cutting_scales(
+    stock: Callable[..., Tensor], a: Tensor, b: Tensor, scale_a: Tensor, recipe_a: Any, scale_b: Tensor, *rest: Any
+) -> Cut:
+    """Of operands with a scale for 128 values: `b` has its scales as [blocks, blocks of n], or as [n, blocks]."""
+
+    def cut(part: slice) -> Tensor:
+        blocks = slice(part.start // SLICE[1], part.stop // SLICE[1])
+        of_b = scale_b[:, blocks] if len(scale_b) == b.shape[1] else scale_b[blocks].t().contiguous().t()
+        rows, columns = a[:, part].contiguous(), b[part].t().contiguous().t()
+        return stock(rows, columns, scale_a[:, blocks], recipe_a, of_b, *rest)
+
+    return cut
+
+
 # By the kernel of a recipe.
 MATMULS = {
     "mx": Matmul("torchao.prototype.mx_formats.mx_tensor", "_addmm_mx_dispatch", _cutting_blocks),
+    "blockwise": Matmul("torchao.prototype.blockwise_fp8_training.linear", "_scaled_mm", _cutting_scales),
 }

@@ -1,6 +1,6 @@
-"""The operand probe of runs whose scales are those of blocks: the seams of torchao 0.18's `mx_mm`.
+"""The operand probe of runs whose scales are those of blocks: the seams of torchao 0.18's `mx_mm`, `fp8_blockwise_mm`.
 
-Of its three matmuls every operand is cast anew. Scales are recorded as torchao keeps them, as [lines, blocks along
+Of their three matmuls every operand is cast anew. Scales are recorded as torchao keeps them, as [lines, blocks along
 the contracted dim]: a value times its scale is the operand.
 """
 
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.matrix.recipes import TENSOR
+from harness.matrix.recipes import OPERATORS, TENSOR
 from harness.trace.operands import Role
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.tensors.places import local_part, local_tensor
+from harness.worker.virtual.casts import BLOCKWISE
 
 
 class _Seams(NamedTuple):
@@ -37,6 +38,11 @@ _SEAMS = {
             "torchao.prototype.mx_formats.mx_tensor.MXTensor.to_mx": (-1, False, False),
             f"{_MX}._to_mxfp8_dim1_kernel_wrapper": (0, True, False),
         },
+    ),
+    "blockwise": _Seams(
+        f"{BLOCKWISE}.fp8_blockwise_mm",
+        (f"{BLOCKWISE}.Float8BlockwiseLinear",),
+        {f"{BLOCKWISE}.{name}": how[1:4] for name, how in OPERATORS.items() if "blockwise" in name},
     ),
 }
 

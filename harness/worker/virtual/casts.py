@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from harness.matrix.recipes import SLICE, SQUARE, Block
 from harness.worker.process.process import PROCESS
 
 Body = Callable[..., None]
@@ -161,6 +162,7 @@ _PRETENDED: Mapping[str, object] = {
     "torch.cuda.is_available": _yes,
     "torch.cuda.get_device_capability": lambda *_: (10, 0),
     "torch.utils._triton.has_triton": _yes,
+    "torchao.utils.is_sm_at_least_90": _yes,
     "torchao.utils.is_sm_at_least_100": _yes,
     "torchao.utils.is_cuda_version_at_least": _yes,
     "torch.library.triton_op": operator_of_triton,
@@ -410,6 +412,26 @@ def _swizzle(*, scale_ptr: torch.Tensor, output_ptr: torch.Tensor, **given: Any)
     output_ptr.view(-1).copy_(to_blocked(scale_ptr[: given["scale_rows"], : given["scale_cols"]]))
 
 
+# Blockwise float8: scales are float32, of activations for 128 contracted values, of weights for 128 x 128.
+BLOCKWISE = "torchao.prototype.blockwise_fp8_training.linear"
+
+
+def _cast_blocks(block: Block, *, transposes: bool = False) -> Body:
+    """Return a kernel that casts [rows, columns] in such blocks. Triton widens bfloat16 where it compares."""
+    rows, length = block
+
+    def body(*, x_ptr: Tensor, y_ptr: Tensor, s_ptr: Tensor, **constants: Any) -> None:
+        values, limit = x_ptr.float(), constants["FP8_MAX"]
+        blocks = values.unflatten(0, (-1, rows)).unflatten(-1, (-1, length))
+        scale = (limit / blocks.abs().amax((1, 3)).clamp(min=constants["EPS"]).double()).float()
+        factors = scale.repeat_interleave(rows, 0).repeat_interleave(length, 1)
+        data = (values * factors).clamp_(-limit, limit).to(y_ptr.dtype)
+        y_ptr.copy_(data.t() if transposes else data)
+        s_ptr.copy_((scale.t() if transposes else scale).reciprocal())
+
+    return body
+
+
 # The GPUs on which each of these modules defines its operators, and the bodies of their kernels in Triton.
 MODULES: dict[str, tuple[tuple[int, int], dict[str, Body]]] = {
     CASTS: (
@@ -418,6 +440,16 @@ MODULES: dict[str, tuple[tuple[int, int], dict[str, Body]]] = {
             "to_mxfp8_dim0_kernel": _cast_rows,
             "to_mxfp8_dim1_kernel": _cast_columns,
             "triton_scale_swizzle": _swizzle,
+        },
+    ),
+    BLOCKWISE: (
+        (9, 0),
+        {
+            "triton_fp8_blockwise_act_quant_lhs_kernel": _cast_blocks(SLICE),
+            "triton_fp8_blockwise_act_quant_rhs_kernel": _cast_blocks(SLICE[::-1]),
+            "triton_fp8_blockwise_act_quant_transposed_lhs_kernel": _cast_blocks(SLICE[::-1], transposes=True),
+            "triton_fp8_blockwise_weight_quant_rhs_kernel": _cast_blocks(SQUARE),
+            "triton_fp8_blockwise_weight_quant_transposed_rhs_kernel": _cast_blocks(SQUARE, transposes=True),
         },
     ),
 }

@@ -23,7 +23,7 @@ FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "G": ("training", "loss", "conversion"),
     "H": ("compiled", "conversion", "execution"),
     "I": ("stale",),
-    "J": ("mxfp8",),
+    "J": ("mxfp8", "blockwise"),
     "K": ("experts",),
     "L": ("pipelines",),
     "M": ("context",),

@@ -84,7 +84,15 @@ def _convert_mxfp8(model: nn.Module, float8: Float8, wanted: _Wanted) -> None:
             setattr(linear, name, value)
 
 
-_CONVERTERS = {"float8": _convert_float8, "mx": _convert_mxfp8}
+def _convert_blockwise(model: nn.Module, _: Float8, wanted: _Wanted) -> None:
+    from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinearConfig
+
+    quantize_(
+        model, Float8BlockwiseLinearConfig(), lambda module, fqn: type(module) is nn.Linear and wanted(module, fqn)
+    )
+
+
+_CONVERTERS = {"float8": _convert_float8, "mx": _convert_mxfp8, "blockwise": _convert_blockwise}
 
 
 def _mxfp8_options(float8: Float8) -> dict[str, Any]:

@@ -115,7 +115,7 @@ REFUSED = {
     "quantize_(model, Float8WeightOnlyConfig())\n": "inference",
     "jitted = thunder.jit(convert_to_float8_training(m))\n": "another compiler",
     "c = CastConfig(scaling_type=ScalingType.DELAYED)\n": "delayed scaling",
-    "m = Float8BlockwiseLinear(4, 4)\nf(m)\n": "block-wise scaling",
+    "torchrun t.py --recipe_name groupwise": "group-wise scaling",
 }
 
 
