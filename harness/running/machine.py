@@ -152,7 +152,7 @@ def internals_here() -> State:
     _check_packages()
     try:
         done = subprocess.run(
-            module_command("harness.worker.process.internals", []),
+            module_command("harness.worker.main", []),
             env=child_environ({}),
             stdin=subprocess.DEVNULL,
             capture_output=True,

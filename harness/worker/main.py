@@ -4,7 +4,10 @@ Nothing that uses them is imported before: a part that is gone is one line, not 
 """
 
 import os
+import sys
 from collections.abc import Mapping
+
+import msgspec
 
 from harness.engine.program import RankContext
 from harness.request import CALL
@@ -15,9 +18,7 @@ def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: see `program.preload`. Without what every run needs, nothing is done."""
     if options.get("device", "cpu") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torchao takes other paths where it sees a GPU, and so may a target
-        from harness.worker.virtual import casts
-
-        casts.install_if_possible()
+        _install_casts()
     compiles = options.get("compile", "off") == "on"
     from harness.worker.process.process import PROCESS  # imports torch
 
@@ -26,6 +27,13 @@ def preload(options: Mapping[str, str]) -> None:
         from harness.worker import program
 
         program.preload(options)
+
+
+def _install_casts() -> None:
+    """Let torchao define what it defines for a GPU: private parts of that are looked for, too."""
+    from harness.worker.virtual import casts
+
+    casts.install_if_possible()
 
 
 def notes() -> tuple[str, ...]:
@@ -48,3 +56,8 @@ def rank_main(context: RankContext) -> bytes:
     from harness.worker import program
 
     return program.rank_main(context)
+
+
+if __name__ == "__main__":
+    _install_casts()
+    sys.stdout.buffer.write(msgspec.json.encode(internals.state()))

@@ -14,8 +14,6 @@ import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import msgspec
-
 from harness.internals import RUN, State, Use, read_parts, with_needed
 from harness.sources import installed_versions, is_since
 
@@ -196,7 +194,3 @@ def state() -> State:
         gaps={name: dict(own_gaps(name)) for name in parts},
         milliseconds=milliseconds,
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(state()))
