@@ -10,6 +10,7 @@ With plain TP styles a rank casts gathered activations whole: tensor parallelism
 """
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -33,7 +34,7 @@ from harness.matrix.linears import (
     local_features,
     parameter_count,
 )
-from harness.matrix.recipes import ITEM_BYTES, MX, ROW, TENSOR, Operand, Recipe
+from harness.matrix.recipes import E8M0, ITEM_BYTES, ROW, TENSOR, Operand, Recipe
 from harness.plugins.predict.machine import Machine, transfer_s
 from harness.trace.counts import FLOAT8
 
@@ -45,12 +46,12 @@ _DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
 _ROW_PASSES = 16  # of every row of an expert: gathered, copied, padded, weighed, summed, and all of it in backward
 _LOSS_BYTES = 20  # of every logit
 _READ, _WRITE = 2, 1  # bytes of an element: bfloat16, float8
-_IN_BLOCKS = (_READ + _WRITE) * MX[1] + 3  # of a block of MXFP8, whose scale is written, read and written again
 # The operators of an eager cast in torchao 0.18: abs, max, to float32, mul, clamp, to float8.
 _EAGER_BYTES = (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
 # What a converted linear launches more than one in BF16, forward and backward, counted with torch 2.13, torchao 0.18.
 EAGER_KERNELS: dict[Recipe, int] = {
-    "tensorwise": 75, "rowwise": 101, "rowwise_with_gw_hp": 66, "mxfp8": 18, "mxfp8_floor": 18, "mxfp8_with_gw_hp": 12
+    "tensorwise": 75, "rowwise": 101, "rowwise_with_gw_hp": 66, "mxfp8": 18, "mxfp8_floor": 18, "mxfp8_with_gw_hp": 12,
+    "blockwise": 10
 }  # fmt: skip
 _OTHER_AXIS: frozenset[Operand] = frozenset(("i_gw", "go_gw", "w_gi"))
 _SAME_INPUT = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"))
@@ -265,7 +266,10 @@ def _of_matmuls(case: Case, fqn: str, tokens: int, features: tuple[int, int], *,
     for operand, elements in sites:
         if block := case.float8.traits.block_of(operand):
             own = elements // _readers(case, fqn, operand)
-            moved = {"block_bytes": _IN_BLOCKS * own // MX[1]} if block[1] else _moved(case, fqn, operand, own)
+            # The scale of a block is written and read; an exponent, of one byte, is written again.
+            of_scale = 3 if case.float8.traits.scale_dtype == E8M0 else 2 * ITEM_BYTES["float32"]
+            in_blocks = (_READ + _WRITE) * own + of_scale * own // max(1, math.prod(block))
+            moved = {"block_bytes": in_blocks} if block[1] else _moved(case, fqn, operand, own)
             yield Cast(fqn=fqn, operand=operand, **moved)
 
 
