@@ -129,7 +129,7 @@ class CastRules:
             return
         found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
         if 0 < lowest <= highest < math.inf:
-            low, high = limit / highest * _least(traits), limit / lowest
+            low, high = limit / highest * least_share(traits), limit / lowest
             found += f", as for amaxes of {low:.3g} to {high:.3g} times the right ones"
         binade = "[4/7, 8/7)" if traits.rounds_scales_down else "(1/2, 1]" if traits.power_of_two_scales else "[1, 1]"
         yield self.amax, f"amax * scale in {binade} of {limit:g}", found
@@ -152,10 +152,10 @@ def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float
     if traits.rounds_scales_down:
         return lowest >= limit * 4 / 7 and highest < limit * 8 / 7
     slack = 0.0 if traits.scale_dtype == E8M0 else Limit("casts.next_to_power")
-    return lowest / limit > _least(traits) * (1 - slack) and highest / limit <= 1 + slack
+    return lowest / limit > least_share(traits) * (1 - slack) and highest / limit <= 1 + slack
 
 
-def _least(traits: RecipeTraits) -> float:
+def least_share(traits: RecipeTraits) -> float:
     """Return what share of the largest value an amax must be cast to."""
     return 0.5 if traits.power_of_two_scales else 1.0
 

@@ -28,6 +28,7 @@ from harness.checks.casts import (
     implied_by_power,
     implied_source,
     inverse,
+    least_share,
     on_ranks,
 )
 from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule, finished
@@ -115,8 +116,7 @@ def _furthest_block(case: Case, cast: CastRecord) -> str:
     if not cast.extreme_blocks:
         return ""
     traits = case.float8.traits
-    least = 256 * 512 / 448 if traits.rounds_scales_down else 224 if traits.power_of_two_scales else 448
-    middle = least * 448  # squared
+    middle = 256 * 512 if traits.rounds_scales_down else 448**2 * least_share(traits)  # squared
     is_high = not cast.scaled_amax_minimum * cast.scaled_amax_maximum < middle
     line, block = divmod(cast.extreme_blocks[is_high], cast.scale.shape[-1])
     return f"furthest off is block {block} of {'row' if cast.axiswise_dim else 'column'} {line}"

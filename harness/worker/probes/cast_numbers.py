@@ -177,10 +177,8 @@ def measure(cast: HostCast) -> CastNumbers:
     if cast.block[1]:
         blocks = _blocks(widened, cast)
         factors = _factors(scale, blocks, cast)
-        column, scale = factors.reshape(-1, 1), _spread(factors, cast)
-        smallest = EPS if cast.scale.dtype == torch.float32 else SMALLEST_BLOCK
-        places = _extremes(blocks, column, smallest)
-        products = _row_products(blocks, column, -1, smallest)._replace(places=places)
+        smallest = EPS if scale.dtype == torch.float32 else SMALLEST_BLOCK
+        products, scale = _row_products(blocks, factors.reshape(-1, 1), -1, smallest), _spread(factors, cast)
     else:
         products = _products(cast.source if cast.source.dtype == torch.float64 else widened, scale, cast.axiswise_dim)
     limit = torch.finfo(cast.dtype).max
@@ -200,7 +198,7 @@ def measure(cast: HostCast) -> CastNumbers:
         mismatched=_mismatched(scaled.to(cast.dtype), cast),
         elements=cast.shape.numel(),
         largest=products.largest,
-        extreme_blocks=products.places,
+        extreme_blocks=products.places if cast.block[1] else (),
     )
 
 
@@ -218,15 +216,17 @@ def _products(source: torch.Tensor, scale: torch.Tensor, axiswise_dim: int | Non
 
 
 def _row_products(source: torch.Tensor, scale: torch.Tensor, dim: int, smallest: np.float64 = EPS) -> _Products:
+    """A product that is NaN counts as the smallest and as the largest."""
     rows = _array(source.abs().amax(dim, keepdim=True))
-    products = np.multiply(rows, _array(scale), dtype=np.float64)
-    amax, bound = float(np.maximum.reduce(rows, axis=None)), float(np.maximum.reduce(products, axis=None))
-    if np.minimum.reduce(rows, axis=None) >= smallest:
-        return _Products(amax, float(np.minimum.reduce(products, axis=None)), bound, bound)
-    usable = products[np.broadcast_to(rows >= smallest, products.shape)]
-    if usable.size == 0:
-        return _Products(amax, 0.0, 0.0, bound)
-    return _Products(amax, float(usable.min()), float(usable.max()), bound)
+    lowest = highest = np.multiply(rows, _array(scale), dtype=np.float64)
+    amax, bound = float(np.maximum.reduce(rows, axis=None)), float(np.maximum.reduce(lowest, axis=None))
+    if not np.minimum.reduce(rows, axis=None) >= smallest:
+        usable = np.broadcast_to(rows >= smallest, lowest.shape)
+        if not usable.any():
+            return _Products(amax, 0.0, 0.0, bound)
+        lowest, highest = np.where(usable, lowest, np.inf), np.where(usable, highest, -np.inf)
+    places = int(lowest.argmin()), int(highest.argmax())
+    return _Products(amax, float(lowest.flat[places[0]]), float(highest.flat[places[1]]), bound, places=places)
 
 
 def _factors(scale: torch.Tensor, blocks: torch.Tensor, cast: HostCast) -> torch.Tensor:
@@ -250,16 +250,6 @@ def _blocks(source: torch.Tensor, cast: HostCast) -> torch.Tensor:
     """Return the values [blocks, values of one], in the order of scales."""
     (rows, length), lines = cast.block, source if cast.axiswise_dim == -1 else source.t()
     return lines.reshape(-1, rows, lines.shape[-1] // length, length).transpose(1, 2).reshape(-1, rows * length)
-
-
-def _extremes(blocks: torch.Tensor, factors: torch.Tensor, smallest: np.float64) -> tuple[int, ...]:
-    """Return which blocks have the smallest and the largest amax * scale; one that is NaN counts as either."""
-    amax = _array(blocks.abs().amax(-1, keepdim=True))
-    products = np.multiply(amax, _array(factors), dtype=np.float64)
-    zeros = amax < smallest
-    if zeros.all():
-        return ()
-    return int(np.where(zeros, np.inf, products).argmin()), int(np.where(zeros, -np.inf, products).argmax())
 
 
 def _spread(factors: torch.Tensor, cast: HostCast) -> torch.Tensor:
