@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from harness.matrix.case import Case
 from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import Sender, Transfer, repeated
-from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
+from harness.matrix.dims.ep import sent_back
 from harness.matrix.dims.pp import blocks_of, expert_layers_of, holds, votes
 from harness.matrix.layout import EXPERT_AXES, SHARD_AXES, coordinates, group_name
 from harness.matrix.linears import (
@@ -48,12 +48,6 @@ def sent(case: Case, rank: int, step: int, changes: Changes, calls: Iterable[Exp
     """Return all collectives of `rank` in `step`. `calls`: of its experts, which decide what returns."""
     transfers = expected_transfers(case, step=min(step, 2), rank=rank, changes=changes)
     return (*transfers, *votes(Sender(case, rank, step, changes)), *sent_back(case, calls))
-
-
-def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """Return the same with `votes`, and what experts send back where tokens are spread evenly."""
-    transfers = expected_transfers(case, step=step, rank=rank, changes=changes)
-    return (*transfers, *votes(Sender(case, rank, step, changes)), *sent_back_if_balanced(case, rank))
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:

@@ -196,12 +196,6 @@ def expert_parameters(model: Model) -> tuple[int, int]:
     return blocks * model.experts * 3 * dim * model.expert_dim, blocks * model.experts * dim
 
 
-def active_parameter_count(case: Case) -> int:
-    """Parameters that one token is multiplied by, with those of the embedding and norms: `top_k` experts of a block."""
-    model, experts = case.model, expert_parameters(case.model)[0]
-    return parameter_count(case) - (experts - experts * model.top_k // model.experts if model.experts else 0)
-
-
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
     """Return the (in_features, out_features) of a linear on this rank; chunks of a vocabulary may be uneven."""
     return _local(name, linear_features(case, name), case.layout.tp, rank % case.layout.tp)
