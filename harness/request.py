@@ -82,10 +82,3 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     arguments: bytes
     backend: Backend = "shared"
     arithmetic: Arithmetic = "exact"
-
-
-class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Simulate a step of a case. Rank i of the job stands for rank `ranks[i]` of the case."""
-
-    case: Case
-    ranks: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,6 @@ def versions_parameter(command: Command) -> Command:
         click.option("--index", metavar="URL|DIR", help=text),
         click.option("--env", "environments", metavar="VERSION=VENV", multiple=True, help=one),
     )(with_versions)
-
-
-def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
-    """Return the environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
-    package, _, listed = text.partition("=")
-    names = [name.strip() for name in listed.split(",") if name.strip()]
-    if not package or len(set(names)) < 2:
-        fix = "write --versions torchao=0.17.0,0.18.0."
-        raise HarnessError("it names no package with two versions.", where=f"--versions {text}", fix=fix)
-    versions = versions_for(project, package)
-    for name in versions.given:
-        if name not in names:
-            raise HarnessError(f"--versions {text} has no {name}.", where="--env", fix="name one of its versions.")
-    return [versions.environment(name) for name in names]
 
 
 def given_environments(given: Sequence[str]) -> dict[str, Path]:

@@ -249,21 +249,6 @@ def marked(variable: str, value: str) -> tuple[int, ...]:
     return tuple(sorted(pid for pid in _pids() if _is_marked(pid, variable, value)))
 
 
-def own_memory_bytes(pid: int) -> int:
-    """Return the anonymous memory of a process in bytes, without files that it shares; 0 when it is gone."""
-    return _kib("RssAnon", read_text(_PROC / str(pid) / "status")) << 10
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that new processes can have without swapping, of the machine."""
-    return _kib("MemAvailable", read_text(_PROC / "meminfo")) << 10
-
-
-def _kib(name: str, text: str) -> int:
-    match = re.search(rf"^{name}:\s+(\d+) kB", text, flags=re.MULTILINE)
-    return int(match[1]) if match else 0
-
-
 def _is_marked(pid: int, variable: str, value: str) -> bool:
     try:
         return f"{variable}={value}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")

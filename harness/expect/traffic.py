@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from harness.matrix.case import Case
 from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import Sender, Transfer, repeated
-from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
+from harness.matrix.dims.ep import sent_back
 from harness.matrix.dims.pp import blocks_of, expert_layers_of, holds
 from harness.matrix.layout import EXPERT_AXES, SHARD_AXES, coordinates, group_name
 from harness.matrix.linears import (
@@ -47,16 +47,11 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
 def sent(case: Case, rank: int, step: int, changes: Changes, calls: Iterable[ExpertCall]) -> tuple[Transfer, ...]:
     """Return all collectives of `rank` in `step`. `calls`: of its experts, which decide what returns."""
     transfers = expected_transfers(case, step=min(step, 2), rank=rank, changes=changes)
-    return (*transfers, *_of_age(Sender(case, rank, step, changes)), *sent_back(case, calls))
+    return (*transfers, *of_age(Sender(case, rank, step, changes)), *sent_back(case, calls))
 
 
-def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """Return the same where tokens are spread evenly over experts."""
-    transfers = expected_transfers(case, step=step, rank=rank, changes=changes)
-    return (*transfers, *_of_age(Sender(case, rank, step, changes)), *sent_back_if_balanced(case, rank))
-
-
-def _of_age(of: Sender) -> Iterator[Transfer]:
+def of_age(of: Sender) -> Iterator[Transfer]:
+    """Yield what a rank sends besides, because of how many steps its target has trained."""
     return (term for one in DIMENSIONS for term in one.of_age(of))
 
 

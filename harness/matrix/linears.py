@@ -196,12 +196,6 @@ def expert_parameters(model: Model) -> tuple[int, int]:
     return blocks * model.experts * 3 * dim * model.expert_dim, blocks * model.experts * dim
 
 
-def active_parameter_count(case: Case) -> int:
-    """Parameters that one token is multiplied by, with those of the embedding and norms: `top_k` experts of a block."""
-    model, experts = case.model, expert_parameters(case.model)[0]
-    return parameter_count(case) - (experts - experts * model.top_k // model.experts if model.experts else 0)
-
-
 def copies_of_weights(case: Case) -> frozenset[str]:
     """Return the parameters that a pipeline has besides those of the embedding, though they are the same weights."""
     return frozenset({f"{OUTPUT_FQN}.weight"} if case.model.tied else ())

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-from harness import sources
 from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
 from harness.errors import HarnessError
 from harness.evidence.golden import tree_commit, tree_difference
@@ -27,6 +26,18 @@ from harness.registry import REFERENCE, Target, is_offered, module_of, needed, t
 from harness.request import default_arithmetic
 from harness.result import Environment
 from harness.running.plan import DEFAULT_PROGRAM, Plan
+from harness.sources import (
+    MODULES,
+    common_folder,
+    files_digest,
+    installed_source,
+    installed_version,
+    is_editable,
+    module_digest,
+    module_files,
+    package_paths,
+    source_digest,
+)
 
 _COMPUTE = ("torch", "torchao", "numpy")  # what every rank imports
 _SKIPPED = {"harness", *_COMPUTE, *sys.stdlib_module_names}
@@ -65,7 +76,7 @@ def check_targets(names: Iterable[str], root: Path) -> None:
 def _check_package(name: str, target: Target) -> None:
     """Raise HarnessError if the training framework that a target drives is not installed, or is another version."""
     package, driven = target.package or ("", None)
-    installed = sources.installed_version(package) if package else None
+    installed = installed_version(package) if package else None
     if installed == driven:
         return
     what = f"{package} is not installed." if installed is None else f"it drives {package} {driven}, not {installed}."
@@ -117,7 +128,7 @@ def _file_of(target: str, files: Iterable[Path]) -> Path | None:
 
 def own_source_digest(target: str, root: Path) -> str:
     """A digest of the package of a target of the user's own, equal on any machine; empty for targets of the harness."""
-    return "" if target in targets() else sources.module_digest(module_of(target), search_path(root))
+    return "" if target in targets() else module_digest(module_of(target), search_path(root))
 
 
 @functools.cache
@@ -127,23 +138,23 @@ def target_digest(target: str, root: Path) -> str:
         return ""
     if target in targets():
         package, _ = targets()[target].package or ("", None)
-        return f"{target} {sources.installed_version(package)} {sources.files_digest(package)}" if package else target
+        return f"{target} {installed_version(package)} {files_digest(package)}" if package else target
     return digest_in(target, search_path(root))
 
 
 def digest_in(module: str, folders: Sequence[str]) -> str:
     """Return a digest of a module in one of these folders, and of the packages that it imports."""
-    files = sources.module_files(module, folders)
+    files = module_files(module, folders)
     imported = sorted(
         {name.partition(".")[0] for path in files for name in _imports(path)} - _SKIPPED - {module.partition(".")[0]}
     )
-    parts = [sources.source_digest(sources.common_folder(files), files) if files else ""]
-    parts += [f"{name} {sources.installed_version(name)} {sources.files_digest(name, folders)}" for name in imported]
+    parts = [source_digest(common_folder(files), files) if files else ""]
+    parts += [f"{name} {installed_version(name)} {files_digest(name, folders)}" for name in imported]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _files(target: str, folders: Sequence[str]) -> list[Path]:
-    return sources.module_files(module_of(target), folders)
+    return module_files(module_of(target), folders)
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -169,8 +180,8 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
         arithmetic_limits(),
         cpu_kind(cpuinfo),
         *sorted({node.cpu for node in plan.capacity.nodes}),
-        *(f"{package} {sources.installed_version(package)} {sources.files_digest(package)}" for package in _COMPUTE),
-        sources.source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py"))),
+        *(f"{package} {installed_version(package)} {files_digest(package)}" for package in _COMPUTE),
+        source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py"))),
         _program_digest(plan.program),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -183,10 +194,8 @@ def _program_digest(program: str) -> str:
     """
     if program == DEFAULT_PROGRAM:
         return ""
-    paths = sources.package_paths(program.partition(".")[0])
-    return " ".join(
-        sources.source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in paths
-    )
+    paths = package_paths(program.partition(".")[0])
+    return " ".join(source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in paths)
 
 
 def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environment:
@@ -196,18 +205,14 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
     """
     first = plan.capacity.nodes[0]
     both = plan.sides if plan.decides else None  # equal where every case gets the same device
-    installed = {name: package for name in sources.MODULES if (package := _installed(name)) is not None}
-    own = {
-        name: sources.installed_source(sources.MODULES[name])
-        for name, package in installed.items()
-        if sources.is_editable(package)
-    }
+    installed = {name: package for name in MODULES if (package := _installed(name)) is not None}
+    sources = {name: installed_source(MODULES[name]) for name, package in installed.items() if is_editable(package)}
     return Environment(
         packages={
             **{name: package.version for name, package in installed.items()},
             "python": platform.python_version(),
         },
-        contents={name: source.digest[:16] for name, source in own.items() if source is not None},
+        contents={name: source.digest[:16] for name, source in sources.items() if source is not None},
         targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
         injected=tuple(Path(injection.content).name for injection in plan.injections),
         device=first.device_name if both is None else f"{plan.capacity.words}, cpu",

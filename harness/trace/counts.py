@@ -99,30 +99,6 @@ class SavedMemory(Record, frozen=True, kw_only=True):
     live: tuple[LiveMemory, ...] = ()  # what is alive besides: at the end of forward and of the step
 
 
-class SimulatedMatmul(Record, frozen=True, kw_only=True):
-    """Equal matmuls [m, k] x [k, n] of one step; `precision` is "float8" or a dtype."""
-
-    precision: str
-    m: int
-    n: int
-    k: int
-    calls: int
-
-
-class SimulatedRank(Record, frozen=True, kw_only=True):
-    """One rank in step 2. `refusal`: the error in which it ended instead, "" where it trained.
-
-    `memory` are bytes by the names of fields of `plugins.predict.memory.Memory`; `peak` is up to 1 % too low.
-    """
-
-    rank: int
-    refusal: str = ""
-    traffic: tuple[TrafficRecord, ...] = ()
-    matmuls: tuple[SimulatedMatmul, ...] = ()
-    flops: tuple[FlopsRecord, ...] = ()
-    memory: Mapping[str, int] = {}
-
-
 # Tokens of experts
 
 Phase = Literal["forward", "recompute", "evaluation"]

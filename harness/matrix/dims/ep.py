@@ -5,15 +5,13 @@ One rank holds all experts, and computes the weight gradients of each for all da
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
 from harness.matrix.case import Case
-from harness.matrix.dims.dimension import Dimension, Transfer, repeated
+from harness.matrix.dims.dimension import Dimension, Transfer
 from harness.matrix.dims.pp import expert_layers_of
 from harness.matrix.layout import DP_AXES, SHARD_AXES, group_name, ranks_of
 from harness.trace.counts import ExpertCall
 
-_COUNTS = "numbers of tokens of experts"
+COUNTS = "numbers of tokens of experts"
 
 
 def dispatched(case: Case, rank: int) -> Iterator[Transfer]:
@@ -25,7 +23,7 @@ def dispatched(case: Case, rank: int) -> Iterator[Transfer]:
     again = sum(case.checkpointing.wraps(layer) for layer in layers)
     ep, calls = group_name(case.layout, "ep"), len(layers) * case.forward_passes + again
     rows = case.sent_rows * model.shape.dim
-    yield Transfer(ep, "all_to_all", "int64", model.experts, _COUNTS, times=calls)
+    yield Transfer(ep, "all_to_all", "int64", model.experts, COUNTS, times=calls)
     yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
     yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
 
@@ -39,14 +37,6 @@ def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
         rows = sum(call.local_counts) * case.model.shape.dim
         times = 2 if call.phase == "forward" else 1
         yield Transfer(ep, "all_to_all", case.train.dtype, rows, "results of experts", times=times)
-
-
-def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
-    """Yield what a rank sends back in a step where tokens are spread evenly."""
-    sent = [term for term in dispatched(case, rank) if term.purpose != _COUNTS]
-    if case.layout.ep > 1:
-        for term in repeated(sent, case.train.accumulation):
-            yield msgspec.structs.replace(term, purpose="results of experts, if tokens are spread evenly")
 
 
 def tokens_of_experts(case: Case, rank: int) -> Iterator[Transfer]:

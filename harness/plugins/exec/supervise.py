@@ -120,7 +120,7 @@ class _Running:
 
     def _too_large(self) -> str:
         for pid in linux.marked(MARK, self._mark):
-            gib = linux.own_memory_bytes(pid) / (1 << 30)
+            gib = _gib("RssAnon", f"{pid}/status")  # without files that it shares
             if gib > self._bounds.memory_gib:
                 rank = _rank_of(pid)
                 who = f"process {pid}" if rank is None else f"rank {rank}"
@@ -177,10 +177,16 @@ def _relative(file: str) -> str:
 
 def check_room(ranks: int) -> None:
     """HarnessError for more ranks than this machine can hold."""
-    gib = linux.available_memory_bytes() / (1 << 30)
+    gib = _gib("MemAvailable", "meminfo")
     if ranks > 1 and ranks * _RANK_GIB > gib:
         raise HarnessError(
             f"{ranks} ranks need {ranks * _RANK_GIB:.0f} GiB or more, and this machine has {gib:.0f} GiB left.",
             where="-n",
             fix=f"ask for at most {max(1, int(gib / _RANK_GIB))}, and give the script a smaller layout.",
         )
+
+
+def _gib(name: str, file: str) -> float:
+    """Return a number of a file below /proc that has it in kB; 0 where it has none, or is gone."""
+    match = re.search(rf"^{name}:\s+(\d+) kB", linux.read_text(Path("/proc", file)), flags=re.MULTILINE)
+    return int(match[1]) / (1 << 20) if match else 0.0

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.memory import block_elements, expected_live, expected_saved, expected_scalars, gradients
-from harness.expect.traffic import transfers_if_balanced
 from harness.expect.work import Work, executed, work
 from harness.matrix import linears
 from harness.matrix.case import Case, Checkpointing, Layout
@@ -25,7 +24,7 @@ from harness.matrix.dims.fsdp import Unit, fsdp_units
 from harness.matrix.dims.pp import held, stage_count
 from harness.matrix.layout import coordinates
 from harness.matrix.recipes import ITEM_BYTES
-from harness.plugins.predict.machine import Peak, peak_of_device
+from harness.plugins.predict.machine import Peak, peak_of_device, transfers_if_balanced
 from harness.registry import is_llama
 from harness.result import CaseResult, Multiplied, Sent, sent_by
 from harness.trace.counts import FLOAT8
@@ -91,7 +90,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
         saved_bytes=None if saved is None else sum(saved.values()),
         parameters=linears.parameter_count(case),
-        active_parameters=linears.active_parameter_count(case),
+        active_parameters=active_parameter_count(case),
     )
 
 
@@ -210,7 +209,7 @@ def flops_per_token(case: Case) -> int:
     """
     shape = case.model.shape
     looked_up = 0 if case.model.tied else shape.dim * case.model.padded_vocab_size
-    parameters = linears.active_parameter_count(case) - looked_up
+    parameters = active_parameter_count(case) - looked_up
     attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
     return linears.FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
 
@@ -358,3 +357,9 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
         saved = block_elements(replace(case, checkpointing=Checkpointing()), last, step=2)
         activations += sum(count * ITEM_BYTES[saved_dtype] for saved_dtype, count in saved.items())
     return (2 * gathered + unreduced if case.uses_fsdp else 0) + activations
+
+
+def active_parameter_count(case: Case) -> int:
+    """Parameters that one token is multiplied by, with those of the embedding and norms: `top_k` experts of a block."""
+    model, experts = case.model, linears.expert_parameters(case.model)[0]
+    return linears.parameter_count(case) - (experts - experts * model.top_k // model.experts if model.experts else 0)

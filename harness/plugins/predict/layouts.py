@@ -16,31 +16,32 @@ from harness.engine.cluster import Cluster
 from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.expect.memory import expected_saved, is_exact
-from harness.expect.traffic import expected_transfers, transfers_if_balanced
+from harness.expect.traffic import expected_transfers
 from harness.expect.work import executed, gemms, orthogonalized
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.dims.fsdp import Weight, fsdp_units
-from harness.matrix.linears import EXPERTS, active_parameter_count, linear_name, parameter_count, shard_sizes
+from harness.matrix.linears import EXPERTS, linear_name, parameter_count, shard_sizes
 from harness.matrix.models import layouts
 from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.upstream import installed_changes
-from harness.plugins.predict.cost import Memory, memory, tokens_per_device
+from harness.plugins.predict.cost import Memory, active_parameter_count, memory, tokens_per_device
 from harness.plugins.predict.machine import (
     AxisTraffic,
     Machine,
     crosses_nodes,
     require_formulas,
     require_multiplies,
+    transfers_if_balanced,
     wire,
 )
 from harness.plugins.predict.roofline import gemm_s, predicted_step
+from harness.plugins.predict.simulated import SimulatedRank, SimulationRequest
 from harness.registry import REFERENCE
-from harness.request import SimulationRequest
 from harness.studies.surviving import RanksFailed
 from harness.text import binary_bytes
-from harness.trace.counts import SimulatedRank, collective_of, multiplied_words
+from harness.trace.counts import collective_of, multiplied_words
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound

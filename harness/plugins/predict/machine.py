@@ -8,17 +8,20 @@ axis by ring algorithms, over links in a node and between nodes.
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, get_type_hints
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.expect.traffic import transfers_if_balanced
+from harness.expect.traffic import expected_transfers, of_age
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
-from harness.matrix.dims.dimension import Transfer
+from harness.matrix.dims.dimension import Sender, Transfer, repeated
+from harness.matrix.dims.ep import COUNTS, dispatched
 from harness.matrix.layout import EXPERT_AXES, MESH_AXES, SEQUENCE_AXES, mesh_with
 from harness.matrix.recipes import E8M0
+from harness.matrix.upstream import NONE, Changes
 from harness.registry import is_llama
 from harness.trace.counts import FLOAT8
 
@@ -263,3 +266,17 @@ def _axes(layout: Layout, axis: str) -> tuple[str, ...]:
     if axis == "world":
         return tuple(name for name in MESH_AXES if layout.mesh[name] > 1)
     return tuple(axis.split("+"))
+
+
+def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
+    """Return all collectives of `rank` in `step`, with what experts send back where tokens are spread evenly."""
+    transfers = expected_transfers(case, step=step, rank=rank, changes=changes)
+    return (*transfers, *of_age(Sender(case, rank, step, changes)), *sent_back_if_balanced(case, rank))
+
+
+def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
+    """Yield what a rank sends back in a step where tokens are spread evenly."""
+    sent = [term for term in dispatched(case, rank) if term.purpose != COUNTS]
+    if case.layout.ep > 1:
+        for term in repeated(sent, case.train.accumulation):
+            yield msgspec.structs.replace(term, purpose="results of experts, if tokens are spread evenly")

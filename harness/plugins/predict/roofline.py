@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.traffic import transfers_if_balanced
 from harness.expect.work import ATTENTION, Gemm, alike_modules, work
 from harness.matrix import linears
 from harness.matrix.case import Case, Float8
@@ -24,7 +23,7 @@ from harness.matrix.dims.dimension import Transfer
 from harness.matrix.dims.tp import fusion_candidates
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.recipes import E8M0, ITEM_BYTES, ROW, TENSOR, Operand, Recipe
-from harness.plugins.predict.machine import Machine, transfer_s
+from harness.plugins.predict.machine import Machine, transfer_s, transfers_if_balanced
 from harness.trace.counts import FLOAT8
 
 _CAUSAL = 0.5  # of the products of attention, which `work` counts whole

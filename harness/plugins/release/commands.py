@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from harness.cli import options
-from harness.cli.environments import given_words, run_in_each, versions_of, versions_parameter
+from harness.cli.environments import given_words, run_in_each, versions_parameter
 from harness.cli.show import page_of
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, find_golden, hardware_classes
@@ -29,7 +29,7 @@ from harness.report.runs import environments_sections
 from harness.report.sections import Block, Entry, Items, Section, Table, markdown
 from harness.result import Environment, RunResult
 from harness.run_options import words_of
-from harness.running.environments import Versions
+from harness.running.environments import NamedEnvironment, Versions
 from harness.running.selection import recorded_faults
 from harness.running.stored import results_of
 from harness.text import counted
@@ -328,3 +328,17 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
             return None
 
     return find
+
+
+def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
+    """Return the environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
+    package, _, listed = text.partition("=")
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not package or len(set(names)) < 2:
+        fix = "write --versions torchao=0.17.0,0.18.0."
+        raise HarnessError("it names no package with two versions.", where=f"--versions {text}", fix=fix)
+    versions = versions_for(project, package)
+    for name in versions.given:
+        if name not in names:
+            raise HarnessError(f"--versions {text} has no {name}.", where="--env", fix="name one of its versions.")
+    return [versions.environment(name) for name in names]

@@ -28,8 +28,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from harness.engine.program import RankContext
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
-from harness.request import SimulationRequest
-from harness.trace.counts import SimulatedMatmul, SimulatedRank
+from harness.plugins.predict.simulated import SimulatedMatmul, SimulatedRank, SimulationRequest
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.hook import HOOKS, install_hooks, observed, unobserved
 from harness.worker.dispatch_hooks.products import precision_of

@@ -17,21 +17,14 @@ from harness.expect.traffic import expected_transfers
 from harness.expect.work import work
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.dims.ep import sent_back, sent_back_if_balanced
+from harness.matrix.dims.ep import sent_back
 from harness.matrix.dims.fsdp import fsdp_units
-from harness.matrix.linears import (
-    OUTPUT_FQN,
-    active_parameter_count,
-    linear_features,
-    linear_fqns,
-    linear_name,
-    parameter_count,
-)
+from harness.matrix.linears import OUTPUT_FQN, linear_features, linear_fqns, linear_name, parameter_count
 from harness.matrix.models import MODELS, training
-from harness.plugins.predict.cost import flops_per_token, memory
+from harness.plugins.predict.cost import active_parameter_count, flops_per_token, memory
 from harness.plugins.predict.gains import predicted_gains
 from harness.plugins.predict.layouts import Simulation, layouts, simulate, sweep
-from harness.plugins.predict.machine import crosses_nodes, machine, wire
+from harness.plugins.predict.machine import crosses_nodes, machine, sent_back_if_balanced, wire
 from harness.plugins.predict.sections import layout_sections, sweep_sections
 from harness.report.sections import text_of
 from harness.trace.counts import ExpertCall, Phase, Rows

@@ -15,7 +15,7 @@ from harness.matrix import models
 from harness.matrix.case import Case
 from harness.matrix.records import read_known
 from harness.plugins.predict.layouts import PROGRAM, Verification, verify
-from harness.request import SimulationRequest
+from harness.plugins.predict.simulated import SimulationRequest
 from tests.worker.runs import sweep
 
 KNOWN = read_known(Path(__file__).parents[4] / "cases" / "known.toml")
