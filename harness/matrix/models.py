@@ -41,13 +41,6 @@ MODELS: Mapping[str, KnownModel] = {
 }
 
 
-def named_model(name: str) -> KnownModel:
-    """Return the model of this name. Raises `HarnessError` that lists all names."""
-    if name not in MODELS:
-        raise HarnessError(f"there is no model {name!r}.", where="--model", fix=f"give one of {', '.join(MODELS)}.")
-    return MODELS[name]
-
-
 def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:
     """Return the case that trains a named model in bfloat16, with the values of other axes (`matrix/axes.py`) given.
 

@@ -18,7 +18,7 @@ from harness.matrix.axes import axis_values, case_from_axes, option_of
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.layout import REST, left_over
-from harness.matrix.models import named_model, training
+from harness.matrix.models import MODELS, KnownModel, training
 from harness.plugins.predict import sections
 from harness.plugins.predict.cost import CostReport, metrics, run_report, speed
 from harness.plugins.predict.gains import SpeedReport, measure_speed, predicted_gains, timed_case
@@ -291,3 +291,10 @@ def _tell_failures(result: RunResult) -> None:
     if result.exit_code is not ExitCode.GOOD:
         rerun = run_cases("--lf", root=options.before_command().root)
         options.print_sections(run_sections(result, rerun=rerun), err=True)
+
+
+def named_model(name: str) -> KnownModel:
+    """Return the model of this name. Raises `HarnessError` that lists all names."""
+    if name not in MODELS:
+        raise HarnessError(f"there is no model {name!r}.", where="--model", fix=f"give one of {', '.join(MODELS)}.")
+    return MODELS[name]

@@ -18,7 +18,8 @@ from harness.matrix import linears
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import is_misaligned, parameter_count
-from harness.matrix.models import MODELS, named_model, training
+from harness.matrix.models import MODELS, training
+from harness.plugins.predict.commands import named_model
 from harness.plugins.predict.cost import (
     CostReport,
     flops_per_token,
