@@ -178,8 +178,11 @@ def _is_fake(candidate: object) -> bool:
     """Return True for a tensor in a compiler's description of a graph: functional, or with a storage of `meta`."""
     if not isinstance(candidate, torch.Tensor) or _wraps(type(candidate)):
         return False
-    described = torch._is_functional_tensor(getattr(candidate, "elem", candidate))
-    return described or candidate.untyped_storage().device.type == "meta"
+    return _is_functional(candidate) or candidate.untyped_storage().device.type == "meta"
+
+
+def _is_functional(tensor: torch.Tensor) -> bool:
+    return torch._is_functional_tensor(getattr(tensor, "elem", tensor))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -271,7 +274,7 @@ class SavedMemoryProbe(Probe):
 
     def _note(self, tensor: torch.Tensor) -> None:
         if self._recording:
-            for plain in itertools.filterfalse(_is_fake, plain_tensors(tensor)):
+            for plain in itertools.filterfalse(_is_functional, plain_tensors(tensor)):
                 storage = plain.untyped_storage()
                 known = self._seen.get(storage._cdata)  # no other storage, for a weak reference keeps the address
                 self._seen[storage._cdata] = (known[0] if known else StorageWeakRef(storage), plain.dtype)

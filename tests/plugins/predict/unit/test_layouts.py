@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from harness.cli.main import main
 from harness.errors import HarnessError
-from harness.expect.traffic import expected_transfers
 from harness.expect.work import work
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
@@ -24,7 +23,7 @@ from harness.matrix.models import MODELS, training
 from harness.plugins.predict.cost import active_parameter_count, flops_per_token, memory
 from harness.plugins.predict.gains import predicted_gains
 from harness.plugins.predict.layouts import Simulation, layouts, simulate, sweep
-from harness.plugins.predict.machine import crosses_nodes, machine, sent_back_if_balanced, wire
+from harness.plugins.predict.machine import crosses_nodes, machine, sent_back_if_balanced, transfers_if_balanced, wire
 from harness.plugins.predict.sections import layout_sections, sweep_sections
 from harness.report.sections import text_of
 from harness.trace.counts import ExpertCall, Phase, Rows
@@ -124,7 +123,7 @@ def test_groups_that_leave_a_node(layout: Layout, axis: str, crosses: bool) -> N
 
 @given(DENSE_CASES)
 def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
-    terms = expected_transfers(case, step=2, rank=0)
+    terms = transfers_if_balanced(case, step=2, rank=0)
     by_axis = wire(case, gpus_per_node=8)
     assert sum(traffic.payload_bytes for traffic in by_axis) == sum(term.payload_bytes for term in terms)
     assert sum(traffic.calls for traffic in by_axis) == sum(term.times for term in terms)
