@@ -90,7 +90,7 @@ def test_the_seconds_and_the_budget_are_those_of_the_whole_run(project: Command)
     costs = REPOSITORY / "golden" / "evidence" / "costs.json"
     shutil.copy(costs, project.folder / "golden" / "evidence")
     waiting_tier(project, 1, 5)
-    stop_after(project, 1, "--budget-s", "14")
+    stop_after(project, 1, "--budget-s", "16")
     file = stored_file(project)
     start, *cases, end = file.read_text().splitlines(keepends=True)
     left_out, first = json.loads(start)["left_out"], json.loads(end)
