@@ -29,7 +29,6 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.dims import DIMENSIONS
-from harness.matrix.dims.ddp import alive
 from harness.matrix.dims.fsdp import Unit, fsdp_units
 from harness.matrix.dims.pp import blocks_of_stage, ends_are_one, expert_layers_of, forwards_in_flight, modules_of_stage
 from harness.matrix.linears import (
@@ -391,9 +390,10 @@ def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
 
 
 def in_buckets(case: Case, step: int, moment: Moment) -> Iterator[LiveStorage]:
-    """Yield what DDP keeps at this moment of a step."""
-    for dtype, elements in alive(case, age=case.train.age(step), moment=moment):
-        yield LiveStorage(dtype=dtype, nbytes=elements * ITEM_BYTES[dtype], purpose="a bucket of DDP")
+    """Yield what dimensions keep at this moment of a step: DDP its buckets."""
+    for one in DIMENSIONS:
+        for dtype, elements, purpose in one.alive(case, case.train.age(step), moment):
+            yield LiveStorage(dtype=dtype, nbytes=elements * ITEM_BYTES[dtype], purpose=purpose)
 
 
 def _logits(case: Case, rank: int) -> LiveStorage:

@@ -36,12 +36,12 @@ def _rebuilt_at(case: Case) -> int:
     return 3 if has_static_graph(case) else 2
 
 
-def alive(case: Case, *, age: int, moment: str) -> Iterator[tuple[str, int]]:
-    """Yield dtype and elements of what DDP keeps at this moment of a step: buckets, and which parameters were used."""
+def alive(case: Case, age: int, moment: str) -> Iterator[tuple[str, int, str]]:
+    """Yield what DDP keeps at this moment of a step: buckets, and which parameters were used."""
     if case.layout.is_ddp and (age > 1 or moment == "step"):
-        yield from ((case.parameter_dtype, elements) for elements in buckets(case, age=age))
-        if has_static_graph(case):
-            yield "int32", _count(case)
+        kept = [(case.parameter_dtype, elements) for elements in buckets(case, age=age)]
+        kept += [("int32", _count(case))] if has_static_graph(case) else []
+        yield from ((dtype, elements, "a bucket of DDP") for dtype, elements in kept)
 
 
 def _count(case: Case) -> int:
@@ -81,6 +81,7 @@ def _sent(of: Sender) -> Iterator[Transfer]:
 DDP = Dimension(
     name="ddp",
     of_age=_sent,
+    alive=alive,
     excluded={
         "ddp_averages_exactly": (
             ("dp_replicate", "dp_shard"),

@@ -12,7 +12,7 @@ import msgspec
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.upstream import NONE, Changes
-from harness.trace.counts import collective_words
+from harness.trace.counts import Moment, collective_words
 
 # The axes that the shape of the model follows from. A target that cuts the model itself is not bound by it.
 MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__, "experts")
@@ -69,7 +69,8 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
 
     Of a step `of_microbatch` is sent for every microbatch, `of_reduction` wherever gradients are reduced, `of_step`
     once, the same in every step from the second on. What depends on more of the past is `of_age`. `saved_by_block`:
-    elements by dtype that a block keeps for backward because ranks share the work in this way. `alone`: values of axes
+    elements by dtype that a block keeps for backward because ranks share the work in this way. `alive`: dtype, elements
+    and purpose of what a rank keeps at a moment of a step, whose number is its target's age. `alone`: values of axes
     that the single rank of a reference keeps, because it repeats what ranks of this dimension do one after another;
     without, it computes at once what all of them do.
     """
@@ -80,5 +81,6 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     of_step: Terms = _nothing
     of_age: Terms = _nothing
     saved_by_block: Callable[[Case], Mapping[str, int]] = lambda _: {}
+    alive: Callable[[Case, int, Moment], Iterable[tuple[str, int, str]]] = lambda *_: ()
     excluded: Excluded = {}
     alone: Callable[[Case], Mapping[str, object]] = lambda _: {}
