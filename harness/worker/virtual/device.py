@@ -17,7 +17,7 @@ from harness.request import Arithmetic, Backend
 from harness.worker.dispatch_hooks.hook import install_hooks
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS
-from harness.worker.virtual import collectives, grouped_mm, scaled_mm
+from harness.worker.virtual import collectives, grouped_mm, matmul, scaled_mm
 from harness.worker.virtual.collectives import below_autograd, memory
 
 # What of `PROCESS.installed` is a part of the virtual device.
@@ -53,6 +53,8 @@ def _install_exact(key: str) -> None:
         "_scaled_grouped_mm": grouped_mm.scaled_grouped_mm,
         "_scaled_grouped_mm_v2": grouped_mm.scaled_grouped_mm_v2,
     }
+    if key == "CPU":
+        kernels |= matmul.kernels()
     PROCESS.keep("scaled_mm", _override("aten", kernels, key))
 
 
