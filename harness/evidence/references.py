@@ -88,7 +88,7 @@ def solo_reference(case: Case) -> Reference:
     """Return the single-rank reference with the same recipe, with sketches and operands."""
     reference = solo_case(case)
     more = {"operands": reference.float8.enabled, "experts": reference.model.experts}
-    probes = ("sketches", *(probe for probe, wanted in more.items() if wanted))
+    probes = ("sketches", "logprobs", *(probe for probe, wanted in more.items() if wanted))
     request = RunRequest(case=reference, probes=probes, solo=True)
     return Reference(role=SOLO, name=f"solo {case_id(reference)}", case=reference, request=request)
 

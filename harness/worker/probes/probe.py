@@ -72,6 +72,7 @@ PROBES = {
     "flops": "FlopsProbe",
     "module_tensors": "ModuleTensorProbe",
     "experts": "ExpertProbe",
+    "logprobs": "LogprobProbe",
 }
 
 
@@ -97,6 +98,7 @@ class ProbeSet:
         self._entered = ExitStack()
         options: dict[str, dict[str, object]] = {
             "module_tensors": {"numerics": numerics},
+            "logprobs": {"stands_for": stands_for},
             "sketches": {} if stands_for is None else {"pieces": stands_for.dp, "groups": stands_for.ep},
         }
         of_blocks = {"operands": ("block_operands", "BlockOperandProbe")} if case.float8.traits.block else {}
