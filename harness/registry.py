@@ -30,6 +30,7 @@ _HOMES: Mapping[str, str] = {
     "exec": "exec",
     "compare": "release",
     "handoff": "handoff",
+    "independence": "independence",
     "parity": "parity",
     "predict": "predict",
     "dev conformance": "conformance",
