@@ -5,7 +5,6 @@ from harness.registry import Plugin
 PLUGIN = Plugin(
     name="independence",
     summary="what a token must not depend on: later ones, other sequences, padding",
-    section="Compare",
-    commands={"independence": "harness.plugins.independence.commands:independence_command"},
+    commands={"dev independence": "harness.plugins.independence.commands:independence_command"},
     rules=("harness.plugins.independence.relations:RULES",),
 )

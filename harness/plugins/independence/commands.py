@@ -1,16 +1,14 @@
-"""`fp8-harness independence`: runs the relations of cases, and prints a table of recipes by relations."""
+"""`fp8-harness dev independence`: runs the relations of cases, and prints a table of recipes by relations."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.new import axes_parameter
 from harness.errors import HarnessError
-from harness.matrix.axes import case_from_axes, own_values
+from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.recipes import Recipe
@@ -22,8 +20,8 @@ from harness.report.sections import Block, Items, Section, Table
 from harness.request import RunRequest
 from harness.running.executor import Executor, open_executor
 from harness.running.identity import check_targets
-from harness.running.plan import Plan
-from harness.running.selection import NothingSelected, one_case
+from harness.running.plan import Plan, make_plan
+from harness.running.selection import one_case
 from harness.text import counted
 from harness.verdict import ExitCode
 from harness.workflow import check_fits
@@ -32,10 +30,11 @@ PROGRAM = "harness.plugins.independence.worker.main"
 USUAL: Mapping[str, object] = {"dtype": "bfloat16", "accumulation": 2}  # where no case is given
 _EPILOG = """\b
 Examples:
-  fp8-harness independence
-  fp8-harness independence --recipe rowwise --tp 2
-  fp8-harness independence --target my_pkg.my_target --recipe mxfp8
-  fp8-harness independence fsdp2-cp2-rowwise-v2048-b16 --inject fix.py:apply
+  fp8-harness dev independence
+  fp8-harness dev independence mine.toml
+      a case of `new mine.toml --target my_pkg.my_target --recipe mxfp8`
+  fp8-harness dev independence fsdp2-cp2-rowwise-v2048-b16 \\
+      --inject fix.py:apply
 
 \b
 Exit codes: 0 every promise is kept, 1 one is broken, 3 nothing was compared,
@@ -43,51 +42,32 @@ Exit codes: 0 every promise is kept, 1 one is broken, 3 nothing was compared,
 """
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes."""
-
-    exit_code: ExitCode
-    rows: tuple[Row, ...]
-
-
-@click.command("independence", cls=options.SectionedCommand, epilog=_EPILOG)
-@click.argument("named", metavar="[CASE-ID|FILE]", required=False, shell_complete=options.names_of("cases"))
-@options.run_option("inject")
-@options.json_option("the table")
-@axes_parameter(defaults=False)
-@options.plan_parameter
+@click.command("independence", epilog=_EPILOG)
+@click.argument("named", metavar="[CASE-ID|FILE]...", nargs=-1, shell_complete=options.names_of("cases"))
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this first in every rank. Repeatable.")
 @options.project_parameter
-def independence_command(
-    *,
-    named: str | None,
-    inject: tuple[str, ...],
-    json_file: Path | None,
-    plan_for: Callable[..., Plan],
-    project: Project,
-    axes: dict[str, object],
-) -> int:
+def independence_command(*, named: tuple[str, ...], inject: tuple[str, ...], project: Project) -> int:
     """Replace tokens, and see whether others move.
 
     A later token, another sequence, another microbatch and padding must change nothing where the recipe promises it:
-    the table says `0`. Where scales are of several tokens it has the relative distance of logits. Without a case or a
-    recipe every recipe runs, on the tiny model in bfloat16.
+    the table says `0`. Where scales are of several tokens it has the relative distance of logits. Without a case every
+    recipe runs, on the tiny model in bfloat16.
     """
-    base = {**(USUAL if named is None else own_values(one_case(project, named))), **axes}
-    recipes = [base["recipe"]] if "recipe" in base or named is not None else get_args(Recipe)
-    cases = [case for recipe in recipes if not exclusions(case := case_from_axes({**base, "recipe": recipe}))]
-    cases = [case for case in cases if expected_refusal(case) is None]
-    if not cases or any(case.compile != "none" for case in cases):
-        what = "compiled blocks show no modules." if cases else "every such case is excluded or refused."
-        raise NothingSelected(what, where="independence", fix="give another case, or leave --compile out.")
-    plan = plan_for(inject=inject).common(cases)
+    cases = [one_case(project, name) for name in named]
+    cases = cases or [case_from_axes({**USUAL, "recipe": recipe}) for recipe in get_args(Recipe)]
+    for case in cases:
+        rules = [*exclusions(case), *filter(None, [expected_refusal(case)])]
+        if rules or case.compile != "none":
+            what = f"rule {rules[0].name} excludes it." if rules else "compiled blocks show no modules."
+            raise HarnessError(what, where=case_id(case), fix="give another case.")
+    plan = make_plan(inject=inject).common(cases)
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     plan = msgspec.structs.replace(plan, program=PROGRAM)
     with options.open_progress() as progress, open_executor(plan, project, progress.note) as executor:
         rows = tuple(_row(executor, plan, case) for case in cases)
-    code = exit_code_of(rows)
-    options.print_report(independence_sections(rows), json_file, Answer(exit_code=code, rows=rows))
-    return code
+    options.print_sections(independence_sections(rows))
+    return exit_code_of(rows)
 
 
 def _row(executor: Executor, plan: Plan, case: Case) -> Row:

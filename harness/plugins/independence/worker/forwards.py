@@ -5,7 +5,9 @@ the harness writes the same weights.
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from harness.checks.assembly import largest
 from harness.engine.program import RankContext
 from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates, dp_rank, positions_of_ranks
@@ -29,7 +32,7 @@ from harness.worker.targets.contract import TargetMisfit
 from harness.worker.targets.data import OUTLIER_SHARDS, batch_slice
 from harness.worker.tensors.digests import ordered_digest
 from harness.worker.tensors.names import clean_fqn
-from harness.worker.tensors.places import local_shard, part_at, place_of
+from harness.worker.tensors.places import Place, local_shard, part_at, place_of
 from harness.worker.training.train import Prepared, prepare
 from harness.worker.virtual import device as virtual_device
 
@@ -67,6 +70,7 @@ class _Seen(NamedTuple):
     kind: str
     call: int
     of: Any
+    place: Place
     tensor: Tensor
 
 
@@ -109,8 +113,7 @@ def _watch(fqn: str, module: nn.Module, seen: list[_Seen]) -> None:
     @torch.no_grad()
     def note(kind: str, call: int, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and is_wide(tensor):
-            place = place_of(tensor)
-            seen.append(_Seen(fqn, kind, call, (of, place), local_shard(tensor).clone()))
+            seen.append(_Seen(fqn, kind, call, of, place_of(tensor), local_shard(tensor).clone()))
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if not in_backward() and not PROCESS.evaluating:
@@ -158,46 +161,40 @@ def _replaced(prepared: Prepared, case: Case, relation: Relation) -> Tensor:
 
 
 def _masks(case: Case, relation: Relation) -> tuple[Tensor, Tensor]:
-    """Return which tokens of this rank stay, and which are replaced: [microbatches, sequences, positions]."""
+    """Return which tokens of this rank stay, and which are replaced: [sequences, positions]."""
     rank, layout = dist.get_rank(), case.layout
     pieces = positions_of_ranks(layout, case.train.seq_len)
     positions = torch.tensor(pieces[dp_rank(layout, rank) % len(pieces)])
-    begins = _of_rank(case, _begins(case, relation))
-    replaced = positions >= begins[..., None]
-    stays = ~replaced
+    begins = _of_rank(case, _begins(case, relation)).flatten()[:, None]
+    stays = positions < begins
     if relation == "later token":  # nothing is asked of sequences whose tokens all stay
-        stays &= (begins <= case.train.seq_len)[..., None]
-    return stays, replaced
+        stays &= begins <= case.train.seq_len
+    return stays, positions >= begins
 
 
 def _moved(case: Case, device: torch.device, before: _Step, relation: Relation) -> Moved:
-    stays, replaced = _masks(case, relation)
-    if not any(begin <= case.train.seq_len for begin in _begins(case, relation)):
+    if all(begin > case.train.seq_len for begin in _begins(case, relation)):
         return Moved(relation=relation, why=f"there is no {relation}")
     after = _step(case, device, relation)
     found = Moved(relation=relation)
-    pairs = _pairs(before.seen, after.seen)
-    for one, other in pairs:
-        microbatch = one.call * len(stays) // (1 + max(each.call for each, _ in pairs if each.fqn == one.fqn))
-        of_staying, of_replaced = (_rows(mask[microbatch], one, case) for mask in (stays, replaced))
-        if of_staying is None or of_replaced is None:
+    compared = list(_compared(case, relation, _pairs(before.seen, after.seen)))
+    for one, stayed, replaced in compared:
+        found = replace(found, replaced=found.replaced or replaced != 0)
+        if stayed is None:
             continue
-        moved_others = not torch.equal(one.tensor[of_replaced], other.tensor[of_replaced])
-        found = replace(found, replaced=found.replaced or moved_others)
-        if of_staying.any():
-            distance = _distance(one.tensor[of_staying], other.tensor[of_staying])
-            if one.kind == "output":
-                found = replace(found, compared=found.compared + 1)
-            if distance and not found.of:
-                kind = "between" if one.kind == "input" else one.of[0]
-                found = replace(found, first=one.fqn, of=kind, distance=distance)
-            if one.fqn == pairs[-1][0].fqn and one.kind == "output":
-                found = replace(found, output=distance if not distance < found.output else found.output)
-    if relation != "padding":
-        return found
-    names = sorted(before.gradients)
-    by_name = {name: _distance(before.gradients[name], after.gradients[name]) for name in names}
-    worst = max(names, key=lambda name: by_name[name] if by_name[name] == by_name[name] else float("inf"))
+        found = replace(found, compared=found.compared + (one.kind == "output"))
+        if stayed and not found.of:
+            kind = "between" if one.kind == "input" else one.of
+            found = replace(found, first=one.fqn, of=kind, distance=stayed)
+        if one.fqn == compared[-1][0].fqn and one.kind == "output":
+            found = replace(found, output=largest([found.output, stayed]))
+    return _with_step(found, before, after) if relation == "padding" else found
+
+
+def _with_step(found: Moved, before: _Step, after: _Step) -> Moved:
+    """Add what a whole step shows: loss, gradients, and the state that it leaves."""
+    by_name = {name: _distance(grad, after.gradients[name]) for name, grad in before.gradients.items()}
+    worst = max(by_name, key=lambda name: by_name[name] if by_name[name] == by_name[name] else float("inf"))
     return replace(
         found,
         loss=abs(after.loss - before.loss),
@@ -207,22 +204,55 @@ def _moved(case: Case, device: torch.device, before: _Step, relation: Relation) 
     )
 
 
+def _compared(
+    case: Case, relation: Relation, pairs: Sequence[tuple[_Seen, _Seen]]
+) -> Iterator[tuple[_Seen, float | None, float]]:
+    """Yield what modules got and returned: how far tokens that stay moved, None without any, and those replaced.
+
+    A target may cut its batch further: the calls of a module have the sequences of the rank one behind the other. One
+    that is called for other rows than these is left out.
+    """
+    masks = _masks(case, relation)
+    counts: Counter[tuple[str, str]] = Counter()
+    for one, _ in pairs:
+        counts[one.fqn, one.kind] += _sequences(one, case)
+    begun: Counter[tuple[str, str]] = Counter()
+    for one, other in pairs:
+        key, at = (one.fqn, one.kind), begun[one.fqn, one.kind]
+        begun[key] += _sequences(one, case)
+        if counts[key] == len(masks[0]):
+            staying, replaced = (_local(mask[at : begun[key]], one, case) for mask in masks)
+            moved = [_distance(one.tensor[rows], other.tensor[rows]) for rows in (staying, replaced)]
+            yield one, moved[0] if staying.any() else None, moved[1]
+
+
+def _sequences(seen: _Seen, case: Case) -> int:
+    """Return of how many sequences a module got or returned the part of this rank."""
+    return math.prod(_leading(seen, case)) * case.layout.cp // case.train.seq_len
+
+
+def _leading(seen: _Seen, case: Case) -> tuple[int, ...]:
+    """Return the dims of the logical tensor but the last; a plain one between blocks may be a part of the sequence."""
+    dims, positions = tuple(seen.place.shape[:-1]), case.train.seq_len // case.layout.cp
+    part = len(dims) == 2 and dims == seen.tensor.shape[:-1] and dims[1] * case.layout.tp == positions
+    return (dims[0], positions) if part else dims
+
+
+def _local(mask: Tensor, seen: _Seen, case: Case) -> Tensor:
+    """Return a mask of whole sequences as that of what this rank holds of a tensor."""
+    dims, held = _leading(seen, case), tuple(seen.tensor.shape[:-1])
+    if dims == mask.shape[::-1] and dims != mask.shape:
+        mask = mask.T  # sequence first
+    mask = mask.reshape(dims).to(seen.tensor.device)
+    if tuple(seen.place.shape[:-1]) == dims:
+        return mask[part_at(seen.place.offset[:-1], held)]
+    return mask.chunk(case.layout.tp, 1)[coordinates(case.layout, dist.get_rank())["tp"]]
+
+
 def _pairs(before: Sequence[_Seen], after: Sequence[_Seen]) -> list[tuple[_Seen, _Seen]]:
     """Return what was seen in both steps, in the order of the first."""
     there = {seen[:3]: seen for seen in after}
     return [(seen, there[seen[:3]]) for seen in before if seen[:3] in there]
-
-
-def _rows(mask: Tensor, seen: _Seen, case: Case) -> Tensor | None:
-    """Return the mask of what this rank holds of a tensor; None for one that has other rows than its tokens."""
-    tensor, (_, place) = seen.tensor, seen.of
-    local = tensor.shape[:-1]
-    if place.shape[:-1].count(0) == 0 and torch.Size(place.shape[:-1]).numel() == mask.numel():
-        return mask.reshape(place.shape[:-1])[part_at(place.offset[:-1], local)].to(tensor.device)
-    tp = case.layout.tp
-    if len(local) == 2 and local[0] == len(mask) and local[1] * tp == mask.size(1):  # a part of the sequence
-        return mask.chunk(tp, 1)[coordinates(case.layout, dist.get_rank())["tp"]].to(tensor.device)
-    return None
 
 
 def _distance(before: Tensor, after: Tensor) -> float:
