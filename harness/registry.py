@@ -45,6 +45,7 @@ _HOMES: Mapping[str, str] = {
     "configurations": "bugs",
     "hand off on a rank": "handoff",
     "check a hand-off": "handoff",
+    "probe logprobs": "parity",
     "mutation testing": "faults",
     "injected faults": "faults",
     "watch a model": "exec",

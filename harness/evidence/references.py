@@ -139,9 +139,3 @@ def replay_reference(case: Case, run: Run | None = None) -> Reference:
     if run is not None:
         request = RunRequest(case=case, replayed=tuple(trace.module_tensors or () for trace in run.traces))
     return Reference(role=REPLAY, name=f"replay {case_id(case)}", case=case, request=request, kept=False)
-
-
-def unprobed_reference(case: Case) -> Reference:
-    """Return the case without probes, for what probes change."""
-    name, request = f"unprobed {case_id(case)}", RunRequest(case=case)
-    return Reference(role="unprobed", name=name, case=case, request=request, kept=False)

@@ -18,7 +18,6 @@ from harness.evidence.references import (
     operands_reference,
     partner_reference,
     solo_reference,
-    unprobed_reference,
 )
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import case_id, parse_case_id
@@ -258,7 +257,7 @@ LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.
 
 def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(LOST), tmp_path)
-    kinds = (solo_reference, operands_reference, bf16_reference, unprobed_reference)
+    kinds = (solo_reference, operands_reference, bf16_reference)
     others = (partner_reference(Expectations(CASE)), noisy_reference(CASE, ()))
     for reference in (*(kind(CASE) for kind in kinds), *others):
         with pytest.raises(ReferenceLost, match=r"with which this case is compared: node b is gone\."):

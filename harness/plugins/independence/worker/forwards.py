@@ -17,14 +17,12 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from harness.checks.assembly import largest
 from harness.engine.program import RankContext
 from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates, dp_rank, positions_of_ranks
 from harness.plugins.independence.relations import RELATIONS, Moved, Relation
 from harness.request import RunRequest
 from harness.worker.probes.discovery import is_converted, saved_buffers
-from harness.worker.probes.module_tensors import MODULES, is_mixture, is_wide
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.process_group import join
 from harness.worker.program import inject
@@ -83,6 +81,8 @@ class _Step(NamedTuple):
 
 def _step(case: Case, device: torch.device, relation: Relation | None) -> _Step:
     """Train one step, with the tokens of a relation replaced."""
+    from harness.worker.probes.module_tensors import MODULES, is_mixture
+
     PROCESS.phase.begin(f"{relation or 'its own tokens'}")
     prepared = prepare(case, device)
     model = prepared.target.model
@@ -107,6 +107,8 @@ def _step(case: Case, device: torch.device, relation: Relation | None) -> _Step:
 
 
 def _watch(fqn: str, module: nn.Module, seen: list[_Seen]) -> None:
+    from harness.worker.probes.module_tensors import is_mixture, is_wide
+
     calls = itertools.count()
     of = "experts" if is_mixture(module) else "scale" if is_converted(module) else "module"
 
@@ -187,7 +189,8 @@ def _moved(case: Case, device: torch.device, before: _Step, relation: Relation) 
             kind = "between" if one.kind == "input" else one.of
             found = replace(found, first=one.fqn, of=kind, distance=stayed)
         if one.fqn == compared[-1][0].fqn and one.kind == "output":
-            found = replace(found, output=largest([found.output, stayed]))
+            both = torch.tensor([found.output, stayed], dtype=torch.float64)
+            found = replace(found, output=both.max().item())  # NaN stays
     return _with_step(found, before, after) if relation == "padding" else found
 
 
