@@ -201,6 +201,7 @@ class Measured(Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
     worst_gradient: WorstGradient | None = None
+    logprobs: tuple[float, float] | None = None  # largest and mean distance from one rank, of the last step, in nats
     same_bits: bool | None = None  # every gradient and updated parameter has those of one rank; None: not compared
     expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty where it does not apply
     expected_wire: Mapping[str, Sent] | None = None  # by the formula, where one applies, without `limited_wire`

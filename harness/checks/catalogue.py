@@ -106,7 +106,7 @@ RULES: Mapping[str, Rule] = by_name(
         *OF_NO_CASE.values(),
     ]
 )
-MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measuring.py`)
+MEASURED = ("flops", "logprobs")  # what no check reads: it is measured and kept (`measuring.py`)
 
 
 def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
         curves=available,
         allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
         worst_gradient=parity.worst_gradient(case, distances, tolerance),
+        logprobs=None if solo is None else _logprob_distances(traces, solo.traces[0].logprobs or {}),
         same_bits=parity.same_bits(run, solo) if solo is not None else None,
         loss_distance=_worst([abs(loss - reference) for loss, reference in both]),
         parity=_parity(case, run, solo) if solo is not None else None,
@@ -88,6 +89,14 @@ def _parity(case: Case, run: Run, solo: Run) -> float | None:
     sketches = (sketch for trace in solo.traces for sketch in trace.sketches or ())
     steps = sorted({sketch.step for sketch in sketches if sketch.kind == "grad"})
     return _worst(parity.worst_distances(run, solo, steps=steps, ignored=parity.rounding_floor(case)))
+
+
+def _logprob_distances(traces: Sequence[RankTrace], expected: Mapping[int, bytes]) -> tuple[float, float] | None:
+    """Return the largest and the mean distance over all tokens that ranks have; None where there are none."""
+    rows = ((row, expected[at]) for trace in traces for at, row in (trace.logprobs or {}).items() if at in expected)
+    pairs = (pair for row in rows for pair in zip(*(memoryview(part).cast("d") for part in row), strict=True))
+    distances = [abs(own - other) for own, other in pairs if own != math.inf]
+    return (largest(distances), sum(distances) / len(distances)) if distances else None
 
 
 def _worst(values: Sequence[float]) -> float | None:

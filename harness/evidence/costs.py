@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from harness.evidence.references import ALL_STORED, BF16, DRAWS, NOISE, PARTNER, Reference, Stored, needs
-from harness.evidence.sealed import Sealed, holder, read_sealed, write_sealed
+from harness.evidence.sealed import Sealed, holder, read_sealed
 from harness.expect.expectations import Expectations
 from harness.expect.memory import expected_saved
 from harness.hints import fit_costs
@@ -83,10 +83,6 @@ def costs_path(root: Path) -> Path:
 def read_costs(root: Path) -> Costs:
     """Return the costs of a project, else those that the harness measured. Raises `Missing` and `Damaged`."""
     return read_sealed(costs_path(holder(root, costs_path)), Costs, remake=f"run `{fit_costs()}`.")
-
-
-def write_costs(root: Path, costs: Costs) -> Path:
-    return write_sealed(costs_path(root), costs)
 
 
 def case_features(case: Case) -> dict[str, float]:

@@ -88,7 +88,7 @@ def solo_reference(case: Case) -> Reference:
     """Return the single-rank reference with the same recipe, with sketches and operands."""
     reference = solo_case(case)
     more = {"operands": reference.float8.enabled, "experts": reference.model.experts}
-    probes = ("sketches", *(probe for probe, wanted in more.items() if wanted))
+    probes = ("sketches", "logprobs", *(probe for probe, wanted in more.items() if wanted))
     request = RunRequest(case=reference, probes=probes, solo=True)
     return Reference(role=SOLO, name=f"solo {case_id(reference)}", case=reference, request=request)
 
@@ -139,9 +139,3 @@ def replay_reference(case: Case, run: Run | None = None) -> Reference:
     if run is not None:
         request = RunRequest(case=case, replayed=tuple(trace.module_tensors or () for trace in run.traces))
     return Reference(role=REPLAY, name=f"replay {case_id(case)}", case=case, request=request, kept=False)
-
-
-def unprobed_reference(case: Case) -> Reference:
-    """Return the case without probes, for what probes change."""
-    name, request = f"unprobed {case_id(case)}", RunRequest(case=case)
-    return Reference(role="unprobed", name=name, case=case, request=request, kept=False)

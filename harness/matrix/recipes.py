@@ -95,6 +95,11 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def scales_rows(self, matmul: MatmulRole) -> bool:
         return any(cast.block == ROW for cast in self._of(OPERANDS[matmul]))
 
+    def keeps_tokens_apart(self, matmul: MatmulRole) -> bool:
+        """Return True if no scale of this matmul is of several tokens, which the one for weight gradients contracts."""
+        cast = self.casts.get(OPERANDS[matmul][0])
+        return not self.multiplies(matmul) if matmul == "wgrad" else cast is None or cast.block[0] == 1
+
     @functools.cached_property
     def one_scale_per_tensor(self) -> bool:
         """Return True if every cast has one scale; otherwise some have one for every row that a matmul contracts."""

@@ -55,6 +55,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     graphs: GraphTrace | None = None
     flops: tuple[FlopsRecord, ...] | None = None
     experts: ExpertTrace | None = None
+    logprobs: Mapping[int, bytes] | None = None  # of the labels of the last step, by sequence: float64, inf elsewhere
     module_tensors: tuple[ModuleShard, ...] | None = None
     module_distances: tuple[ModuleDistance, ...] | None = None  # of a replay alone
     draws: tuple["RankTrace", ...] | None = None  # the same run with random errors: of a noisy reference alone

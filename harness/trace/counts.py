@@ -3,8 +3,6 @@
 Recorded by the probes `flops`, `traffic`, `saved_memory` and `experts`.
 """
 
-import re
-from collections.abc import Mapping
 from typing import Literal
 
 from harness.trace.record import Record
@@ -33,15 +31,6 @@ class FlopsRecord(Record, frozen=True, kw_only=True):
 def collective_words(*, axis: str, kind: str, op: str, dtype: str) -> str:
     """Return the key of collectives in words: "all_reduce (max) in float64 along tp"."""
     return f"{kind}{f' ({op})' if op else ''} in {dtype} along {axis}"
-
-
-_WORDS = re.compile(r"(?P<kind>\w+)(?: \((?P<op>\w+)\))? in (?P<dtype>\w+) along (?P<axis>\w+(?:\+\w+)*)", re.ASCII)
-
-
-def collective_of(words: str) -> Mapping[str, str] | None:
-    """Return the arguments of `collective_words` that give these words; None if none do."""
-    match = _WORDS.fullmatch(words)
-    return None if match is None else match.groupdict(default="")
 
 
 class TrafficRecord(Record, frozen=True, kw_only=True):

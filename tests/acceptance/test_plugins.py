@@ -33,6 +33,7 @@ USERS = {
     ),
     "gpu": (("dev", "evidence", "--list"),),
     "handoff": (("handoff", "trainer.safetensors", "exported"),),
+    "independence": (("dev", "independence"),),
     "parity": (("parity", "single-bf16-v2048-b16"),),
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
     "release": (("compare", "last~1", "last"),),

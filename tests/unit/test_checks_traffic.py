@@ -13,7 +13,7 @@ from harness.expect.model import found_model
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.trace.counts import TrafficRecord, collective_of, collective_words
+from harness.trace.counts import TrafficRecord
 from harness.trace.model import Linear, ModelRecord, Parameter
 from harness.trace.operands import CastRecord, OperandTrace
 from harness.verdict import Finding
@@ -341,17 +341,3 @@ def test_a_weight_that_reduces_an_amax_although_its_scale_is_precomputed_is_foun
     assert maxima(own, own) == [], "scales may be precomputed before the first step"
     (finding,) = maxima(WEIGHTS + own, own + 1)
     assert (finding.rule, finding.ranks) == (traffic.NOT_PRECOMPUTED.name, tuple(range(8)))
-
-
-NAMES = st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True)
-
-
-@given(kind=NAMES, op=st.just("") | NAMES, dtype=NAMES, axes=st.lists(NAMES, min_size=1, max_size=3))
-def test_the_words_of_a_collective_can_be_read(kind: str, op: str, dtype: str, axes: list[str]) -> None:
-    given_ = {"axis": "+".join(axes), "kind": kind, "op": op, "dtype": dtype}
-    assert collective_of(collective_words(**given_)) == given_
-
-
-@pytest.mark.parametrize("words", ["all_gather", "all_gather along tp", "all_gather in uint8 along tp, dp", "(max) in"])
-def test_other_words_name_no_collective(words: str) -> None:
-    assert collective_of(words) is None

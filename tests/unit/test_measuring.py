@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -309,3 +310,19 @@ def test_equal_gradients_added_in_another_order_are_as_far_apart_as_that_rounds(
     reference, noisy = gradients(1.0, 1.0, 1.0), gradients(1.1, 1.2, 1.1)
     per_step = derived_parity_tolerance(of, reference, [noisy] * 4).per_step
     assert per_step == pytest.approx([Limit("derived.added"), 0.6, 0.6], rel=1e-5)
+
+
+def test_logprobs_are_compared_where_a_rank_has_the_position_and_nan_is_no_small_distance() -> None:
+    def of(*values: float) -> dict[int, bytes]:
+        return {3: struct.pack(f"{len(values)}d", *values)}
+
+    def distances(*values: float) -> tuple[float, float] | None:
+        case = make_case(steps=1)
+        run, solo = (run_of(replace(make_trace(case), logprobs=of(*each))) for each in (values, (-7.0, -8.0, -9.0)))
+        found = measured(case, run, make_witnesses(case, solo=solo))
+        return None if found is None else found.logprobs
+
+    assert distances(-7.0, math.inf, -9.5) == (0.5, 0.25)
+    worst, mean = distances(-7.0, math.inf, math.nan) or (0, 0)
+    assert not worst < 1e9 and not mean < 1e9
+    assert distances(math.inf, math.inf, math.inf) is None

@@ -18,7 +18,6 @@ from harness.evidence.references import (
     operands_reference,
     partner_reference,
     solo_reference,
-    unprobed_reference,
 )
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import case_id, parse_case_id
@@ -75,7 +74,7 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
         == run_of(make_trace())
     )
     assert executor.asked == [
-        ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
+        ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "logprobs", "operands")),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
     executor = FakeExecutor(ok())
@@ -151,7 +150,7 @@ def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_pa
     light = witnesses.get(solo_reference(CASE))
     assert light is not None and light.traces[0].operands is None and len(light.traces[0].cast_shares or ()) == 1
     assert witnesses.get(operands_reference(CASE)) == run_of(recorded)
-    assert [probes for _, _, probes in executor.asked] == [("sketches", "operands")]
+    assert [probes for _, _, probes in executor.asked] == [("sketches", "logprobs", "operands")]
     next(tmp_path.iterdir()).unlink()
     assert witnesses.get(operands_reference(CASE)) == run_of(recorded)
     assert len(executor.asked) == 2, "where nothing could be stored it is run again"
@@ -258,7 +257,7 @@ LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.
 
 def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(LOST), tmp_path)
-    kinds = (solo_reference, operands_reference, bf16_reference, unprobed_reference)
+    kinds = (solo_reference, operands_reference, bf16_reference)
     others = (partner_reference(Expectations(CASE)), noisy_reference(CASE, ()))
     for reference in (*(kind(CASE) for kind in kinds), *others):
         with pytest.raises(ReferenceLost, match=r"with which this case is compared: node b is gone\."):

@@ -39,13 +39,13 @@ from harness.evidence.references import (
     partner_reference,
     replay_reference,
     solo_reference,
-    unprobed_reference,
 )
 from harness.expect.expectations import Expectations
 from harness.expect.relations import partner
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id, reference_case
 from harness.matrix.numerics import VIRTUAL_DEVICE
+from harness.request import RunRequest
 from harness.result import CaseResult
 from harness.running.case_runner import NONE, CaseRunner, Judge
 from harness.running.executor import Executor
@@ -97,7 +97,9 @@ REFERENCES: Mapping[str, Callable[[Case, Run], Reference]] = {
     "golden": lambda case, run: bf16_reference(case),
     "solo": lambda case, run: solo_reference(case),
     "partner": lambda case, run: partner_reference(Expectations(case)),
-    "unprobed": lambda case, run: unprobed_reference(case),
+    "unprobed": lambda case, run: Reference(
+        role="unprobed", name="unprobed", case=case, request=RunRequest(case=case), kept=False
+    ),
 }
 
 

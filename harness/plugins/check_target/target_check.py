@@ -20,12 +20,13 @@ from harness.checks.failures import refusal_words
 from harness.checks.judge import Judgement
 from harness.checks.model import unequal_initial_weights
 from harness.errors import HarnessError
-from harness.evidence.references import unprobed_reference
+from harness.evidence.references import Reference
 from harness.matrix.case import Case, Dtype, Float8, Layout, Train
 from harness.matrix.caseid import case_id, layout_id, parse_layout
 from harness.matrix.recipes import Recipe
 from harness.matrix.rules import exclusions
 from harness.project import Project
+from harness.request import RunRequest
 from harness.result import CaseResult
 from harness.running.case_judge import prepare_judge
 from harness.running.case_runner import Judged
@@ -219,15 +220,21 @@ def _look(judged: Judged) -> _Seen:
 
 def _changed_by_probes(case: Case, run: Run, references: ReferenceRunner) -> list[Finding] | None:
     """Return a finding when the run without probes has other numbers; None when it did not finish."""
-    again = references.get(unprobed_reference(case))
+    again = references.get(_unprobed(case))
     if again is None or not again.complete:
         return None
     step = _first_difference(run, again)
     if step is None:
         return []
-    third = references.get(unprobed_reference(case))
+    third = references.get(_unprobed(case))
     random = third is not None and third.complete and _first_difference(again, third) is not None
     return [(RANDOM if random else NOT_NEUTRAL).finding(step=step, expected="the same numbers, bit for bit")]
+
+
+def _unprobed(case: Case) -> Reference:
+    """Return the case without probes, for what probes change."""
+    name, request = f"unprobed {case_id(case)}", RunRequest(case=case)
+    return Reference(role="unprobed", name=name, case=case, request=request, kept=False)
 
 
 def _first_difference(one: Run, other: Run) -> int | None:

@@ -86,8 +86,8 @@ def column(check: OperatorCheck) -> str:
     return next(iter(pending or ([kind] if kind != "even" else sharded)), "R")
 
 
-def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:
-    """Return the table, the known deviations that occurred, and unexpected results; `verbose`: explained ones too."""
+def conformance_section(document: ConformanceDocument) -> Section:
+    """Return the table, the known deviations that occurred, and unexpected results."""
     shown = Counter(name for check in document.checks if check.status == "known" for name in check.deviations)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())
@@ -109,7 +109,7 @@ def conformance_section(document: ConformanceDocument, *, verbose: bool = False)
             *(
                 Entry(title=f"{check.id}: {check.status} {' '.join(check.deviations)}", lines=check.problems)
                 for check in document.checks
-                if check.status in ("failed", "unexpected_pass") or (verbose and check.problems)
+                if check.status in ("failed", "unexpected_pass")
             ),
             f"{counted(len(document.checks), 'check')} in {document.seconds:.1f} s ({software}): {counts}",
         ),
@@ -155,10 +155,7 @@ Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs.
 @click.option("--list", "listed", is_flag=True, help="Print the ids of the checks and exit.")
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this first in every rank. Repeatable.")
 @json_option("the table")
-@click.option("-v", "--verbose", is_flag=True, help="Also print the problems that known deviations explain.")
-def conformance_command(
-    globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
-) -> int:
+def conformance_command(globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None) -> int:
     """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
     checks = select_checks(globs)
     if not checks:
@@ -176,5 +173,5 @@ def conformance_command(
         seconds = time.perf_counter() - started
     software = {name: installed_version(name) for name in ("torch", "torchao")}
     document = conformance_document(conclusions, software=software, seconds=seconds)
-    print_report([conformance_section(document, verbose=verbose)], json_file, document)
+    print_report([conformance_section(document)], json_file, document)
     return ExitCode.GOOD if all(conclusion.good for conclusion in conclusions) else ExitCode.FAILED

@@ -7,4 +7,5 @@ PLUGIN = Plugin(
     summary="one model in many layouts, beside one rank",
     section="Compare",
     commands={"parity": "harness.plugins.parity.commands:parity_command"},
+    answers={"probe logprobs": "harness.plugins.parity.worker.logprobs:LogprobProbe"},
 )

@@ -75,6 +75,7 @@ _JUNIT: Mapping[tuple[Verdict, Word], Element] = {
 
 _TITLE = "each layout against its single-rank reference"
 _Cell = Callable[[Row], str]
+_OPTIONAL = ("base", "replay", "logprob")  # columns that are left out where no layout has a number
 
 
 def parity_table(parity: Parity) -> Table:
@@ -85,10 +86,12 @@ def parity_table(parity: Parity) -> Table:
         columns |= {"base": lambda row: row.base.word if row.base else "", "change": lambda row: row.change}
     columns |= {"loss": lambda row: _at(row.losses, last), "reference": lambda row: _at(row.reference, last)}
     columns |= {"rel. error": lambda row: _short(row.error), "tolerance": lambda row: _short(row.tolerance)}
+    columns["logprob max"] = lambda row: "" if row.logprobs is None else f"{row.logprobs[0]:.2g}"
+    columns["logprob mean"] = lambda row: "" if row.logprobs is None else f"{row.logprobs[1]:.2g}"
     columns["replay"] = lambda row: "" if row.replay is None else f"{row.replay:.2g}"
     columns["decided by"] = lambda row: row.moved or row.decided_by or row.why
     shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
-    shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith(("base", "replay"))}
+    shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith(_OPTIONAL)}
     words = ("layout", "verdict", "base", "change", "decided by")
     return Table(
         columns=tuple(shown),
@@ -136,6 +139,8 @@ def _notes(parity: Parity) -> Iterator[Block]:
     meanings += [f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes]
     if any(row.replay is not None for row in parity.rows):
         meanings.append("replay: the largest relative error of a module, repeated on one rank from its own operands")
+    if any(row.logprobs is not None for row in parity.rows):
+        meanings.append("logprob: distance of a token's log-probability from one rank, in nats, in the last step")
     yield Items(tuple(meanings))
     if axes := without_refused(parity.rows):
         options = " ".join(said(name, False) for name in axes)

@@ -176,6 +176,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     grad_norms: tuple[float, ...] = ()
     reference: tuple[float, ...] = ()  # losses of the single-rank reference, which divides the batch as this layout
     worst_gradient: WorstGradient | None = None
+    logprobs: tuple[float, float] | None = None  # of labels: largest and mean distance, in nats
     replay: float | None = None  # the largest distance of a tensor of a module from its replay on one rank
     first: Finding | None = None  # what is wrong first: module, operand, step and rank
     command: str = ""  # runs this layout alone
@@ -328,6 +329,7 @@ def row(result: CaseResult) -> Row:
         grad_norms=result.grad_norms,
         reference=() if solo is None else solo.losses,
         worst_gradient=None if measured is None else measured.worst_gradient,
+        logprobs=None if measured is None else measured.logprobs,
         replay=None if measured is None else measured.module_replay,
         first=nearest(result),
         command=result.command,

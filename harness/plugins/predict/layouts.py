@@ -41,7 +41,7 @@ from harness.plugins.predict.simulated import SimulatedRank, SimulationRequest
 from harness.registry import REFERENCE
 from harness.studies.surviving import RanksFailed
 from harness.text import binary_bytes
-from harness.trace.counts import collective_of, multiplied_words
+from harness.trace.counts import multiplied_words
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
@@ -443,9 +443,18 @@ def _memory(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
 
 
 def _explained(row: Compared, faults: Sequence[KnownFault]) -> Compared:
-    collective = collective_of(row.what.partition(" of ")[2])
+    collective = _collective_of(row.what.partition(" of ")[2])
     if not row.differs or collective is None:
         return row
     finding = VOLUME.finding(values=collective)
     fault = next((fault for fault in faults if fault.explains(finding)), None)
     return row if fault is None else replace(row, known=fault.name)
+
+
+_WORDS = re.compile(r"(?P<kind>\w+)(?: \((?P<op>\w+)\))? in (?P<dtype>\w+) along (?P<axis>\w+(?:\+\w+)*)", re.ASCII)
+
+
+def _collective_of(words: str) -> Mapping[str, str] | None:
+    """Return the arguments of `collective_words` that give these words; None if none do."""
+    match = _WORDS.fullmatch(words)
+    return None if match is None else match.groupdict(default="")

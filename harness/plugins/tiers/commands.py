@@ -7,7 +7,8 @@ import click
 from harness.cli.options import EXISTING_FILE, project_parameter, typed_command
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.costs import read_costs, write_costs
+from harness.evidence.costs import costs_path, read_costs
+from harness.evidence.sealed import write_sealed
 from harness.matrix.casefile import read_case_file
 from harness.matrix.choice import chosen_path, planted_faults
 from harness.plugins.tiers.choose import choose, chosen_file
@@ -67,7 +68,7 @@ def _choose(project: Project, name: str) -> None:
 
 def _fit_costs(project: Project, file: Path) -> None:
     costs = fit_costs(file, command=typed_command())
-    path = write_costs(project.root, costs)
+    path = write_sealed(costs_path(project.root), costs)
     click.echo(
         f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} single-rank references; "
         f"typical error {costs.typical_error:.0%}"

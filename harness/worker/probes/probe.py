@@ -10,6 +10,7 @@ from torch import nn
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
+from harness.registry import answers
 from harness.worker.dispatch_hooks.hook import unobserved
 
 
@@ -72,6 +73,7 @@ PROBES = {
     "flops": "FlopsProbe",
     "module_tensors": "ModuleTensorProbe",
     "experts": "ExpertProbe",
+    "logprobs": "",  # of a plug-in, without which nothing is recorded
 }
 
 
@@ -97,13 +99,15 @@ class ProbeSet:
         self._entered = ExitStack()
         options: dict[str, dict[str, object]] = {
             "module_tensors": {"numerics": numerics},
+            "logprobs": {"stands_for": stands_for},
             "sketches": {} if stands_for is None else {"pieces": stands_for.dp, "groups": stands_for.ep},
         }
         of_blocks = {"operands": ("block_operands", "BlockOperandProbe")} if case.float8.traits.block else {}
         for name in names:
             module, kind = of_blocks.get(name, (name, PROBES[name]))
-            probe = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
-            self._probes[name] = probe(case, device, **options.get(name, {}))
+            own = [getattr(importlib.import_module(f"{__package__}.{module}"), kind)] if kind else []
+            for probe in own or answers(f"probe {name}"):
+                self._probes[name] = probe(case, device, **options.get(name, {}))
 
     def __enter__(self) -> Self:
         for probe in self._probes.values():

@@ -211,3 +211,20 @@ def row_scales_of_another_rank(scale: torch.Tensor, hp_tensor: torch.Tensor, rol
         return scale
     group = hp_tensor.device_mesh.get_group()
     return gathered_copies(scale, group)[(group.rank() + 1) % group.size()]
+
+
+def _amax_of_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the amax of every row of activations by `change(amax)`, [rows, 1]."""
+
+    @planted(_amax)
+    def changed(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        amax: torch.Tensor = stock(x, *rest)
+        if amax.dim() > 1 and amax.size(-1) == 1 < amax.size(0):
+            local(amax).copy_(change(local(amax)))
+        return amax
+
+    changed()
+
+
+amax_over_the_batch = partial(_amax_of_rows, lambda amax: amax.max().expand_as(amax))
+amax_of_rows_that_pad = partial(_amax_of_rows, lambda amax: amax.maximum(amax.flatten()[-1]))

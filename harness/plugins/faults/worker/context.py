@@ -64,6 +64,12 @@ mask_lost = partial(
 )
 
 
+@planted(wrap, context_parallel, "causal")
+def mask_off_by_one_at_a_border(stock: Any, mine: Tensor, total: int) -> Tensor:
+    """The last token of every run of positions that a rank has sees the one behind it, which another rank has."""
+    return stock(torch.where(torch.isin(mine + 1, mine), mine, mine + 1), total)
+
+
 def _with_gradient(change: Any) -> None:
     """Replace the gradient of gathered keys and values, before ranks add theirs up, by `change(gradient, context)`."""
 

@@ -56,6 +56,16 @@ chosen_weights_made_to_add_up = partial(
     _routed, lambda weights, chosen: (weights / weights.sum(dim=-1, keepdim=True), chosen)
 )
 chosen_weights_not_made_to_add_up = partial(_routed, lambda weights, chosen: (weights * 1.25, chosen))
+padding_takes_places_of_tokens = partial(_routed, lambda weights, chosen: (_within_capacity(weights, chosen), chosen))
+
+
+def _within_capacity(weights: Tensor, chosen: Tensor) -> Tensor:
+    """Zero for what is behind the capacity of an expert, its even share of all tokens: padding counts as tokens do."""
+    experts = torch.nn.functional.one_hot(chosen.flatten())
+    places = (experts.cumsum(0) * experts).amax(-1).view_as(chosen)
+    return weights * (places <= chosen.numel() // experts.size(-1))
+
+
 router_computes_in_bfloat16 = partial(_routed, lambda weights, chosen: (weights.bfloat16().float(), chosen))
 
 

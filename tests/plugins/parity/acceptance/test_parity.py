@@ -39,6 +39,9 @@ def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
     assert all(len(row["losses"]) == 2 for row in table["rows"])
     (rounded,) = (row["worst_gradient"] for row in table["rows"] if row["layout"] == "tp2")
     assert 0 < rounded["distance"] <= rounded["allowed"]
+    logprobs = {row["layout"]: row["logprobs"] for row in table["rows"]}
+    assert logprobs["single"] == logprobs["fsdp2"] == [0, 0]
+    assert 0 < logprobs["tp2"][1] < logprobs["tp2"][0] < 0.1  # what roundings to bfloat16 and float8 moved on a CPU
     assert "| fsdp2 | equal |" in (project.folder / "table.md").read_text()
     assert "each layout against its single-rank reference" in (project.folder / "table.html").read_text()
     assert len(ElementTree.parse(project.folder / "x.xml").findall(".//testcase")) == 3
@@ -50,9 +53,21 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
     table = json.loads((project.folder / "table.json").read_text())
     rows = {row["layout"]: row for row in table["rows"]}
     assert (rows["single"]["word"], rows["fsdp2"]["word"], rows["tp2"]["word"]) == ("equal", "equal", "wrong")
+    assert rows["single"]["logprobs"] == [0, 0] and rows["tp2"]["logprobs"][1] > 0
     first = rows["tp2"]["first"]
     assert (first["step"], first["rank"]) == (1, 1) and first["module"].startswith("layers.0."), first
     assert f"{first['rule']} in {first['module']}, step 1" in done.stdout
+
+
+def test_logprobs_show_what_a_loss_hides(project: Inside) -> None:
+    case = ("parity", "--layouts", "fsdp2-cp2", "--steps", "1", "--json", "table.json")
+    assert project.run("-q", *case).returncode == 0
+    sound = json.loads((project.folder / "table.json").read_text())["rows"][0]
+    assert project.run("-q", *case, "--inject", "fault:mask_lost").returncode == 1
+    wrong = json.loads((project.folder / "table.json").read_text())["rows"][0]
+    assert sound["logprobs"] == [0, 0]
+    assert abs(wrong["losses"][0] - sound["losses"][0]) < 0.01
+    assert wrong["logprobs"][0] > 0.3
 
 
 # By the name of a mistake: the layout, and words of what is first wrong.

@@ -74,6 +74,13 @@ def parity(*results: CaseResult, left_out: tuple[str, ...] = ()) -> Parity:
     return Parity(case_id="single", rows=rows, left_out=left_out, exit_code=code, seconds=5.0, software={})
 
 
+def test_logprobs_are_columns_where_they_were_recorded() -> None:
+    moved = replace(result(), measured=make_measured(logprobs=(0.019, 0.0045)))
+    text = text_of(parity_sections(parity(moved), make_results(moved)))
+    assert "logprob max" in text and "0.019" in text and "0.0045" in text and "logprob: distance of" in text
+    assert "logprob" not in text_of(parity_sections(parity(result()), make_results(result())))
+
+
 @pytest.mark.parametrize("word", ROWS)
 def test_the_word_follows_from_the_verdict_and_the_distances(word: str) -> None:
     assert row(ROWS[word]).word == word

@@ -22,11 +22,11 @@ from harness.matrix.linears import OUTPUT_FQN, linear_features, linear_fqns, lin
 from harness.matrix.models import MODELS, training
 from harness.plugins.predict.cost import active_parameter_count, flops_per_token, memory
 from harness.plugins.predict.gains import predicted_gains
-from harness.plugins.predict.layouts import Simulation, layouts, simulate, sweep
+from harness.plugins.predict.layouts import Simulation, _collective_of, layouts, simulate, sweep
 from harness.plugins.predict.machine import crosses_nodes, machine, sent_back_if_balanced, transfers_if_balanced, wire
 from harness.plugins.predict.sections import layout_sections, sweep_sections
 from harness.report.sections import text_of
-from harness.trace.counts import ExpertCall, Phase, Rows
+from harness.trace.counts import ExpertCall, Phase, Rows, collective_words
 from tests.builders import make_case
 from tests.strategies import DENSE_CASES
 
@@ -270,3 +270,17 @@ def test_an_imbalance_costs_time_and_memory() -> None:
 def test_what_grouped_matmuls_gain_is_not_predicted() -> None:
     with pytest.raises(HarnessError, match="was not measured"):
         predicted_gains(parse_case_id("fsdp2-ep2-rowwise-moe8-v2048-b16"), B200)
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True)
+
+
+@given(kind=NAMES, op=st.just("") | NAMES, dtype=NAMES, axes=st.lists(NAMES, min_size=1, max_size=3))
+def test_the_words_of_a_collective_can_be_read(kind: str, op: str, dtype: str, axes: list[str]) -> None:
+    given_ = {"axis": "+".join(axes), "kind": kind, "op": op, "dtype": dtype}
+    assert _collective_of(collective_words(**given_)) == given_
+
+
+@pytest.mark.parametrize("words", ["all_gather", "all_gather along tp", "all_gather in uint8 along tp, dp", "(max) in"])
+def test_other_words_name_no_collective(words: str) -> None:
+    assert _collective_of(words) is None

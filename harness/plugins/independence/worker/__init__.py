@@ -1,0 +1,1 @@
+"""The part of the plug-in that runs inside ranks."""
