@@ -284,7 +284,7 @@ def _scale_shape(unit: pairing.Unit, form: Format, found: str) -> Finding:
     elif form.block == (1, 32) and unit.scale.shape[0] * unit.scale.shape[1] == padded != down * across:
         why = ": it has the size of the swizzled layout of kernels"
     scale = pairing.Unit(unit.scale.held.name, unit.scale)
-    return wrong_at(rules.SHAPE, scale, expected, found, here=found, there=f"needs {expected}", why=why)
+    return wrong_at(rules.SHAPE, scale, expected, found, here=found, there=expected, why=why)
 
 
 def _of_scales(rule: Rule, unit: pairing.Unit, scales: Array, wrong: Array, expected: str) -> Finding:

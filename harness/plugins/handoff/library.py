@@ -99,7 +99,11 @@ def state_of(given: Given, what: str, whole: Mapping[str, tuple[int, ...]] = {})
 
     if isinstance(given, Mapping):
         return of_torch(given, what)
-    of_ranks = [of_torch(tensors, f"{what} of rank {rank}") for rank, tensors in enumerate(given)]
+    if not any(given):
+        of_torch({}, what)  # which says so
+    of_ranks = [
+        of_torch(tensors, f"{what} of rank {rank}") if tensors else State("", {}) for rank, tensors in enumerate(given)
+    ]
     tensors = gathered([state.tensors for state in of_ranks], whole)
     return State(what, {held.name: held for held in tensors})
 

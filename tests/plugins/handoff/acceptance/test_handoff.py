@@ -47,7 +47,7 @@ def test_a_finding_is_three_lines_and_json_has_it_whole(shared: Command, folder:
         "handoff: 1 finding; `fp8-harness explain handoff/order` says what it means",
     ]
     answer = json.loads((folder / "answer.json").read_text())
-    assert answer["exit_code"] == 1 and answer["judged"]["findings"][0]["module"] == NAMES[1]
+    assert answer["exit_code"] == 1 and answer["judged"][0]["findings"][0]["module"] == NAMES[1]
     assert "Local numbers of experts" in shared.call("explain", "handoff/order").stdout
     piped = shared.call(*words, "--json", "-")
     assert json.loads(piped.stdout) == answer and "handoff/order" in piped.stderr
