@@ -18,6 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, values_of
 from harness.matrix.numerics import drifts, sums_in_order
 from harness.plugins.handoff import rules
+from harness.plugins.handoff.formats import FORMATS
 from harness.plugins.handoff.judge import Judged
 from harness.plugins.handoff.library import judge
 from harness.project import Project
@@ -89,7 +90,10 @@ def judged_case(case: Case, name: str, ranks: list[Any], one_rank: Any, how: Map
     made = {key: [rank["made"][name][key] for rank in ranks] for key in ranks[0]["made"][name]}
     source, updated = ([rank[key] for rank in ranks] for key in ("source", "updated"))
     second = {"after": (updated, made["after"]), "kept": made["kept"], "again": made.get("again")}
-    also = replace(how["also"], **second, idempotent=False, one_rank=one_rank["one_rank"][name])
+    form = FORMATS[name]
+    # Not where the data of an amax are rounded down to a power of two, nor where its reciprocal is rounded once more.
+    returns = form.clips or not (form.power_of_two or form.divides)
+    also = replace(how["also"], **second, idempotent=returns, one_rank=one_rank["one_rank"][name])
     judged = judge(source, made["exported"], format=name, **{**how, "also": also})
     if judged.findings:
         return judged

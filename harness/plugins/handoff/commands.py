@@ -99,7 +99,7 @@ def handoff_command(  # noqa: PLR0913  one parameter an option
         if is_case(source):
             _check_case(source, also)
             exporter, project = str(exported or ""), project_of((str(source),))
-            judged = hand_off_case(project, str(source), exporter, _formats(format_), {**how, "also": also})
+            judged = hand_off_case(project, str(source), exporter, _formats(format_, exporter), {**how, "also": also})
         elif exported is None:
             judged = [_agreement_alone(source, agrees_with, matched_by or "")]
         else:
@@ -114,9 +114,11 @@ def handoff_command(  # noqa: PLR0913  one parameter an option
     return code
 
 
-def _formats(name: str | None) -> Sequence[str]:
-    """Return the format that is asked for, or all that have scales."""
-    return [format_named(name, None, where="").name] if name else [each.name for each in FORMATS.values() if each.dtype]
+def _formats(name: str | None, exporter: str) -> Sequence[str]:
+    """Return the format that is asked for, or all that have scales, where no exporter has its own."""
+    if name or exporter:
+        return [format_named(name, None, where=exporter).name]
+    return [each.name for each in FORMATS.values() if each.dtype]
 
 
 def _check_case(case: Path, also: Also) -> None:
@@ -153,12 +155,12 @@ def lines(judged: Judged, *, short: bool = False) -> Iterator[str]:
         yield f"handoff: {text}"
     if judged.findings:
         first, *others = judged.findings
-        more = dict.fromkeys(
-            f"{one.rule} in {one.module}" if one.module else one.rule for one in others if one.rule != first.rule
-        )
+        more: dict[str, list[str]] = {}
+        for one in (one for one in others if one.rule != first.rule):
+            more.setdefault(one.rule, []).append(one.module or "")
         if more:
-            tail = f", and {len(more) - _SHOWN} more" if len(more) > _SHOWN else ""
-            yield f"handoff: also {', '.join(list(more)[:_SHOWN])}{tail}"
+            places = (of[0] if len(of) == 1 else counted(len(of), "module") for of in more.values())
+            yield f"handoff: also {', '.join(f'{rule} in {place}' for rule, place in zip(more, places, strict=True))}"
         counts = counted(len(judged.findings), "finding")
         yield f"handoff: {counts}; `{EXPLAIN_RULE.replace('RULE', first.rule)}` says what it means"
     else:

@@ -277,7 +277,7 @@ def _shape(unit: pairing.Unit, source: Matrix) -> Finding:
 def _scale_shape(unit: pairing.Unit, form: Format, found: str) -> Finding:
     assert unit.scale is not None
     down, across = form.blocks(*unit.view.shape)
-    expected, why = f"{down}x{across}", f", blocks of {form.block_words}"
+    expected, why = f"{down}x{across}", f": one scale for each {form.block_words}"
     padded = -(-down // 128) * 128 * -(-across // 4) * 4
     if found == f"{across}x{down}":
         why = ": it is transposed"

@@ -44,7 +44,7 @@ def build(case_id: str, formats: list[str], exporter: str, folders: list[str], g
     source, firsts = copied(state), {name: way(state) for name, way in ways.items()}
     made: dict[str, dict[str, Any]] = {name: {"exported": copied(first)} for name, first in firsts.items()}
     if not exporter:
-        dtype = getattr(torch, case.train.dtype)
+        dtype = next(iter(state.values())).dtype
         for name, first in firsts.items():
             made[name]["again"] = copied(export(load(first, FORMATS[name], dtype), FORMATS[name]))
     prepared.target.step(*prepared.batches(last))

@@ -40,7 +40,9 @@ FAULTS = [
         EXPERTS,
         r"handoff/missing in 12 modules .*experts\.w1\[2\].*: each is not exported",
     ),
-    Fault(exporters.first_stage_alone, STAGES, r"handoff/missing in 11 modules .*attention_norm.*: each is not exported"),
+    Fault(
+        exporters.first_stage_alone, STAGES, r"handoff/missing in 11 modules .*attention_norm.*: each is not exported"
+    ),
     Fault(
         exporters.layers_by_their_number_on_the_stage,
         STAGES,
