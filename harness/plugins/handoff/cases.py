@@ -68,13 +68,13 @@ def hand_off_case(
 
 def _called(executor: Executor, plan: Plan, case: Case, ranks: int, arguments: tuple[Any, ...]) -> list[Any]:
     """Return what each rank returned, by rank. HarnessError with the first that failed."""
-    from harness.worker.calls import decoded, encoded  # which imports torch
+    from harness.plugins.handoff.worker.states import received, sent  # which imports torch
 
-    request = CallRequest(module=_PROGRAM, arguments=encoded(arguments, "an argument is"))
+    request = CallRequest(module=_PROGRAM, arguments=sent(arguments))
     name = f"handoff-{ranks}-{case_id(case)}"
     outcome = executor.call(request, ranks, job_id=name, deadline_s=plan.deadline_s(case))
     if outcome is not None and outcome.status == "ok":
-        return [decoded(end.payload or b"") for end in sorted(outcome.ranks, key=lambda end: end.rank)]
+        return [received(end.payload or b"") for end in sorted(outcome.ranks, key=lambda end: end.rank)]
     ended = () if outcome is None else outcome.ranks
     first = next((end for end in ended if end.payload is None and not end.consequence), None)
     what = "ranks were stopped" if outcome is None else outcome.message
