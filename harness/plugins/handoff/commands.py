@@ -36,9 +36,9 @@ Examples:
 SOURCE and EXPORTED: a .safetensors file, a folder of them with or without an
 index, or one file for each rank (rank-0.safetensors), or a folder of
 torch.distributed.checkpoint. No pickle is loaded, and nothing is written.
-SOURCE may be a case, which ranks train, and EXPORTED the function that exports
-their state, called on each before and after the last step. Without EXPORTED or
---format, every format is exported by torch.
+SOURCE may be a case, which ranks train, and EXPORTED a function that exports
+their state, called on each before and after the last step. Without it, torch
+exports in --format, or in every one.
 
 \b
 Exit codes: 0 nothing found, 1 something is wrong, 2 usage error or bad input,
