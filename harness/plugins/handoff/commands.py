@@ -1,17 +1,19 @@
 """`fp8-harness handoff`: judges exported weights beside the trainer's, and what is converted beside a second list."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from harness.cli.options import json_option, say, write_json
+from harness.cli.options import json_option, project_of, say, write_json
 from harness.errors import HarnessError
 from harness.headline import headline_of
 from harness.hints import EXPLAIN_RULE
 from harness.plugins.handoff.agreement import MATCHERS, agreement, read_list
-from harness.plugins.handoff.formats import FORMATS
+from harness.plugins.handoff.cases import hand_off_case, is_case
+from harness.plugins.handoff.formats import FORMATS, format_named
 from harness.plugins.handoff.judge import Judged
 from harness.plugins.handoff.library import Also, judge
 from harness.plugins.handoff.pairing import NothingMatches
@@ -27,11 +29,16 @@ Examples:
   fp8-harness handoff checkpoint/ exported/ --after checkpoint2/ exported2/
   fp8-harness handoff trainer/ exported/ --agrees-with config.json
   fp8-harness handoff exported/ --agrees-with ignored.json --matched-by vllm
+  fp8-harness handoff fsdp2-tp2-rowwise-v2048-s2-b16 --format mxfp8
+  fp8-harness handoff fsdp2-ep2-rowwise-moe4-v2048-s2-b16 my_export:to_hf
 
 \b
 SOURCE and EXPORTED: a .safetensors file, a folder of them with or without an
 index, or one file for each rank (rank-0.safetensors), or a folder of
 torch.distributed.checkpoint. No pickle is loaded, and nothing is written.
+SOURCE may be a case, which ranks train, and EXPORTED a function that exports
+their state, called on each before and after the last step. Without it, torch
+exports in --format, or in every one.
 
 \b
 Exit codes: 0 nothing found, 1 something is wrong, 2 usage error or bad input,
@@ -40,10 +47,10 @@ Exit codes: 0 nothing found, 1 something is wrong, 2 usage error or bad input,
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes."""
+    """What `--json` writes. `judged`: each format of a hand-off."""
 
     exit_code: int
-    judged: Judged
+    judged: tuple[Judged, ...]
 
 
 @click.command("handoff", epilog=_EPILOG)
@@ -87,20 +94,38 @@ def handoff_command(  # noqa: PLR0913  one parameter an option
         agrees_with=agrees_with,
         matched_by=matched_by or "",
     )
+    how: dict[str, Any] = {"through": through or "", "renames": [_rename(text) for text in renames]}
     try:
-        if exported is None:
-            judged = _agreement_alone(source, agrees_with, matched_by or "")
+        if is_case(source):
+            _check_case(source, also)
+            exporter, project = str(exported or ""), project_of((str(source),))
+            judged = hand_off_case(project, str(source), exporter, _formats(format_, exporter), {**how, "also": also})
+        elif exported is None:
+            judged = [_agreement_alone(source, agrees_with, matched_by or "")]
         else:
-            pairs = [_rename(text) for text in renames]
-            judged = judge(source, exported, format=format_, through=through or "", renames=pairs, also=also)
+            judged = [judge(source, exported, format=format_, also=also, **how)]
     except NothingMatches as error:
         say(f"fp8-harness: error: {error.text}", err=True)
         return ExitCode.NOT_COMPARED
-    code = ExitCode.FAILED if judged.findings else ExitCode.GOOD
-    for line in lines(judged):
+    code = ExitCode.FAILED if any(each.findings for each in judged) else ExitCode.GOOD
+    for line in (line for each in judged for line in lines(each, short=len(judged) > 1)):
         say(line, err=str(json_file) == "-")
-    write_json(json_file, Answer(exit_code=code, judged=judged))
+    write_json(json_file, Answer(exit_code=code, judged=tuple(judged)))
     return code
+
+
+def _formats(name: str | None, exporter: str) -> Sequence[str]:
+    """Return the format that is asked for, or all that have scales, where no exporter has its own."""
+    if name or exporter:
+        return [format_named(name, None, where=exporter).name]
+    return [each.name for each in FORMATS.values() if each.dtype]
+
+
+def _check_case(case: Path, also: Also) -> None:
+    given = {"--after": also.after, "--again": also.again, "--one-rank": also.one_rank}
+    for option in (option for option, value in given.items() if value):
+        what = f"{option} is for files: a case makes its own second and one-rank exports."
+        raise HarnessError(what, where=str(case), fix=f"leave {option} out.")
 
 
 def _rename(text: str) -> tuple[str, str]:
@@ -118,8 +143,11 @@ def _agreement_alone(source: Path, agrees_with: Path | None, matched_by: str) ->
     return Judged(format="", notes=tuple(agreed.notes), findings=tuple(agreed.findings))
 
 
-def lines(judged: Judged) -> Iterator[str]:
-    """Yield what is printed."""
+def lines(judged: Judged, *, short: bool = False) -> Iterator[str]:
+    """Yield what is printed. `short`: one line where nothing is wrong."""
+    if short and not judged.findings:
+        yield f"handoff: {'; '.join((f'{judged.format}: nothing is wrong', *judged.notes))}"
+        return
     if judged.format:
         quantized = f"{judged.quantized} of them {judged.format}, " if judged.quantized else ""
         yield f"handoff: {counted(judged.weights, 'weight')} compared, {quantized}{counted(judged.values, 'value')}"
@@ -127,12 +155,12 @@ def lines(judged: Judged) -> Iterator[str]:
         yield f"handoff: {text}"
     if judged.findings:
         first, *others = judged.findings
-        more = dict.fromkeys(
-            f"{one.rule} in {one.module}" if one.module else one.rule for one in others if one.rule != first.rule
-        )
+        more: dict[str, list[str]] = {}
+        for one in (one for one in others if one.rule != first.rule):
+            more.setdefault(one.rule, []).append(one.module or "")
         if more:
-            tail = f", and {len(more) - _SHOWN} more" if len(more) > _SHOWN else ""
-            yield f"handoff: also {', '.join(list(more)[:_SHOWN])}{tail}"
+            places = (of[0] if len(of) == 1 else counted(len(of), "module") for of in more.values())
+            yield f"handoff: also {', '.join(f'{rule} in {place}' for rule, place in zip(more, places, strict=True))}"
         counts = counted(len(judged.findings), "finding")
         yield f"handoff: {counts}; `{EXPLAIN_RULE.replace('RULE', first.rule)}` says what it means"
     else:

@@ -173,6 +173,12 @@ class _Pairs:
         """Yield what is wrong with the scales and the values of a weight."""
         kind = Kind(self._asked.format, unit.view.held.dtype, self._through)
         blocks = compare(source, unit.view, scales, kind)
+        lost = ~np.isfinite(blocks.amax)
+        if lost.any():
+            found = f"{blocks.amax[_first(lost)]} in block {_first(lost)}"
+            count = sum(int((~np.isfinite(source.values(*rows))).sum()) for rows in pieces(source.shape))
+            yield wrong_at(rules.NUMBER, unit, "numbers", found, count=count, where=" of the source")
+            return
         wrong = (scales < 0) | ~np.isfinite(scales) | ((scales == 0) & (blocks.largest > 0))
         if wrong.any():
             yield _of_scales(rules.SCALE_RANGE, unit, scales, wrong, "more than 0")
@@ -216,16 +222,19 @@ class _Pairs:
 
     def _plain(self, pair: pairing.Pair, unit: pairing.Unit, source: Matrix) -> Iterator[Finding]:
         """Yield what is wrong with a weight in high precision, which is the source rounded to its dtype."""
-        view, count, first = unit.view, 0, None
+        view, count, first, lost = unit.view, 0, None, 0
         for start, stop in pieces(view.shape):
             x, found = source.values(start, stop), view.values(start, stop)
             wanted = rounded(rounded(x, self._through) if self._through else x, view.held.dtype)
             off = ~((wanted == found) | (np.isnan(wanted) & np.isnan(found)))
+            lost += found.size - int(np.isfinite(found).sum())
             if first is None and off.any():
                 row, column = (int(each) for each in np.argwhere(off)[0])
                 first = start + row, column, float(wanted[row, column]), float(found[row, column])
             count += int(off.sum())
-        if first is None:
+        if lost:
+            yield wrong_at(rules.NUMBER, unit, "numbers", "NaN or infinity", count=lost, where="")
+        if first is None or lost:
             return
         instead = holds(view, source, self._others(pair))
         if instead:
@@ -277,14 +286,14 @@ def _shape(unit: pairing.Unit, source: Matrix) -> Finding:
 def _scale_shape(unit: pairing.Unit, form: Format, found: str) -> Finding:
     assert unit.scale is not None
     down, across = form.blocks(*unit.view.shape)
-    expected, why = f"{down}x{across}", f", blocks of {form.block_words}"
+    expected, why = f"{down}x{across}", f": one scale for each {form.block_words}"
     padded = -(-down // 128) * 128 * -(-across // 4) * 4
     if found == f"{across}x{down}":
         why = ": it is transposed"
     elif form.block == (1, 32) and unit.scale.shape[0] * unit.scale.shape[1] == padded != down * across:
         why = ": it has the size of the swizzled layout of kernels"
     scale = pairing.Unit(unit.scale.held.name, unit.scale)
-    return wrong_at(rules.SHAPE, scale, expected, found, here=found, there=f"needs {expected}", why=why)
+    return wrong_at(rules.SHAPE, scale, expected, found, here=found, there=expected, why=why)
 
 
 def _of_scales(rule: Rule, unit: pairing.Unit, scales: Array, wrong: Array, expected: str) -> Finding:

@@ -65,7 +65,8 @@ def judge(
     found, notes = [*judged.findings, *shared_memory(ours, theirs, renames)], list[str]()
     if also.after is not None:
         second = state_of(also.after[0], "source after the update"), state_of(also.after[1], "second export", shapes)
-        found += judge_update((ours, theirs), second, asked)
+        seen = {(one.rule, one.module) for one in found}
+        found += [one for one in judge_update((ours, theirs), second, asked) if (one.rule, one.module) not in seen]
     if also.one_rank is not None:
         found += same_bits(state_of(also.one_rank, "export of one rank"), theirs, rules.GATHER, renames)
     if also.again is not None:
@@ -99,7 +100,11 @@ def state_of(given: Given, what: str, whole: Mapping[str, tuple[int, ...]] = {})
 
     if isinstance(given, Mapping):
         return of_torch(given, what)
-    of_ranks = [of_torch(tensors, f"{what} of rank {rank}") for rank, tensors in enumerate(given)]
+    if not any(given):
+        of_torch({}, what)  # which says so
+    of_ranks = [
+        of_torch(tensors, f"{what} of rank {rank}") if tensors else State("", {}) for rank, tensors in enumerate(given)
+    ]
     tensors = gathered([state.tensors for state in of_ranks], whole)
     return State(what, {held.name: held for held in tensors})
 

@@ -106,6 +106,7 @@ def rounded(values: Array, dtype: str) -> Array:
     if dtype not in FLOATS:
         return values
     with np.errstate(invalid="ignore", over="ignore"):
+        values = values.astype(np.float32) if dtype in ("BF16", "F16") else values  # torch casts float64 by way of it
         if dtype in ("F16", "F32"):
             return np.asarray(values.astype(STORAGE[dtype]).astype(np.float64))
         step = quantum(values, dtype)

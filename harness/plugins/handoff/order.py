@@ -31,8 +31,9 @@ def holds(found: Matrix, source: Matrix, others: Iterable[Other]) -> str:
     mine = _rows(found, rows)
     if not np.isfinite(mine).all() or not mine.any():
         return ""
+    nearest = max(_LIKE, _cosine(mine, _rows(source, rows)))  # norms are all alike
     for other in itertools.islice(others, _OTHERS):
-        if other.matrix.shape == found.shape and _cosine(mine, _rows(other.matrix, rows)) > _LIKE:
+        if other.matrix.shape == found.shape and _cosine(mine, _rows(other.matrix, rows)) > nearest:
             return f"the weights of {other.name}"
     if min(found.shape) < 2 or found.shape[0] > _AMONG or found.shape != source.shape:
         return ""

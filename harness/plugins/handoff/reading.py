@@ -129,16 +129,22 @@ def gathered(ranks: Sequence[Mapping[str, Held]], whole: Mapping[str, tuple[int,
 
 def _plain(held: Held, shapes: Sequence[tuple[int, ...]], whole: tuple[int, ...] | None) -> Held:
     """Return plain tensors of ranks as one: replicas, or shards that follow one another along one dimension."""
-    if whole == shapes[0] or not shapes[0] or len({*map(len, shapes)}) > 1 or (whole is None and _equal(held.parts)):
-        return held
     dimensions = range(len(shapes[0]))
-    fits = (at for at in dimensions if whole and sum(each[at] for each in shapes) == whole[at] != shapes[0][at])
-    along = next(fits, next((at for at in dimensions if len({each[at] for each in shapes}) > 1), 0))
+    along = next((at for at in dimensions if whole and _joined(shapes, at) == whole != shapes[0]), None)
+    if whole == shapes[0] or not shapes[0] or len({*map(len, shapes)}) > 1 or (along is None and _equal(held.parts)):
+        return held
+    if along is None:
+        along = next((at for at in dimensions if len({each[at] for each in shapes}) > 1), 0)
     moved, at = list[Part](), 0
     for part in held.parts:
         moved.append(part._replace(offsets=tuple(at if each == along else 0 for each in dimensions)))
         at += part.raw.shape[along]
     return _assembled(held, tuple(moved))
+
+
+def _joined(shapes: Sequence[tuple[int, ...]], at: int) -> tuple[int, ...]:
+    """Return the shape of tensors that follow one another along a dimension."""
+    return (*shapes[0][:at], sum(each[at] for each in shapes), *shapes[0][at + 1 :])
 
 
 def _equal(parts: Sequence[Part]) -> bool:

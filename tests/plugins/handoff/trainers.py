@@ -7,39 +7,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from harness.plugins.handoff.formats import FORMATS as FORMATS_BY_NAME
+from harness.plugins.handoff.worker import export
 from harness.plugins.handoff.worker.states import copied
 
 torch.set_num_threads(1)  # tests run beside one another
 Tensors = Mapping[str, Any]
 FORMATS = ("fp8_tensor", "fp8_row", "fp8_block128", "fp8_block128_ue8m0", "mxfp8")
-BLOCKS = {"fp8_tensor": (0, 0), "fp8_row": (1, 0), "mxfp8": (1, 32)}
 WIDTH, HIDDEN, EXPERTS = 160, 192, 4
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def quantized(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix in float8 with its scales, as those who wrote the format do: the amax by 448, then the cast."""
-    rows, columns = weight.shape
-    block = BLOCKS.get(name, (128, 128))
-    height, width = block[0] or rows, block[1] or columns
-    padded = F.pad(weight.float(), (0, -columns % width, 0, -rows % height))
-    blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
-    amax = blocks.abs().amax((2, 3))
-    if name == "mxfp8":
-        scale = torch.exp2(torch.floor(torch.log2(amax.clamp(min=2**-118))) - 8)
-    else:
-        scale = amax.clamp(min=1e-4) / 448
-        scale = torch.exp2(torch.ceil(torch.log2(scale))) if name.endswith("ue8m0") else scale
-    data = (blocks / scale[:, :, None, None]).clamp(-448, 448).transpose(1, 2).reshape(padded.shape)[:rows, :columns]
-    stored = scale.to(torch.float8_e8m0fnu) if name == "mxfp8" else scale
-    return data.to(torch.float8_e4m3fn).contiguous(), stored.reshape(()) if name == "fp8_tensor" else stored
+    return export.quantized(weight, FORMATS_BY_NAME[name])
 
 
 def exported(state: Tensors, name: str, *, sharded: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from harness.errors import HarnessError
 from harness.plugins.handoff.formats import SUFFIXES
 from harness.plugins.handoff.numbers import OF_TORCH, STORAGE
 from harness.plugins.handoff.tensors import Held, Part, State
+from harness.worker import calls
 
 Tensors = Mapping[str, Any]
 
@@ -102,3 +103,13 @@ def copied(tensors: Tensors) -> dict[str, Any]:
     """Return tensors that nothing changes any more; of DTensors what this rank has."""
     parts = (part for given, tensor in tensors.items() for part in _parts(given, tensor))
     return {name: {**part, "local": part["local"].clone()} for name, part in parts}
+
+
+def sent(arguments: Any) -> bytes:
+    """Return what a rank reads of arguments."""
+    return calls.encoded(arguments, "an argument is")
+
+
+def received(content: bytes) -> Any:
+    """Return what a rank returned."""
+    return calls.decoded(content)

@@ -13,6 +13,7 @@ from fp8_harness import assert_handoff
 from harness.plugins.handoff.agreement import agreement, converted_in, read_list
 from harness.plugins.handoff.tensors import State
 from harness.plugins.handoff.worker.states import state_of, states
+from harness.worker.virtual import casts
 from tests.plugins.handoff.trainers import exported, quantized, weights
 
 Tensors = dict[str, Any]
@@ -45,6 +46,7 @@ def of_the_neighbor(made: Tensors) -> None:
 
 
 def swizzle_kept(made: Tensors) -> None:
+    casts.install()  # before torchao's MXFP8 is imported
     from torchao.prototype.mx_formats.utils import to_blocked
 
     scale = made["wide_scale"]

@@ -103,6 +103,15 @@ def test_two_weights_of_one_name_and_no_name_at_all_are_said(tmp_path: Path) -> 
     assert found(tmp_path, ours, theirs, renames=[(r"^transformer\.", "")]) == ()
 
 
+def test_a_source_that_is_not_finite_never_passes(tmp_path: Path) -> None:
+    ours = weights("a.weight")
+    broken = {"a.weight": np.where(np.arange(64) == 3, np.nan, ours["a.weight"])}
+    (quantized,) = found(tmp_path, source(broken), by_row(ours))
+    assert quantized.message == "8 values are not finite in a.weight of the source"
+    (plain,) = found(tmp_path, source(broken), source(broken), format="high_precision")
+    assert (plain.rule, plain.values["count"]) == ("handoff/number", 8)
+
+
 def test_scales_of_activations_are_no_weights(tmp_path: Path) -> None:
     ours = weights("a.weight")
     more = {"a.input_scale": stored(np.ones(()), "F32"), "a.weight_shape": ("I64", np.array([8, 64]))}
