@@ -62,7 +62,7 @@ def test_gradients_are_products_too() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda a, b: a @ b.float(), lambda a, b: a @ a, lambda a, b: torch.addmm(b, a, b)])
 def test_what_torch_refuses_is_refused(wrong: Matmul) -> None:
-    with pytest.raises(RuntimeError, match="dtype|shapes|match"):
+    with pytest.raises(RuntimeError, match=r"dtype|shapes|match"):
         wrong(*operands())
     with pytest.raises(RuntimeError, match="dtype"):
         torch.mm(*operands(), out=torch.empty(40, 72))
