@@ -174,12 +174,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
         return {name: degree for mesh in self.meshes for name, degree in mesh.items()}
 
     @property
-    def scatters(self) -> bool:
-        """Return True if TP ranks have different parts of the sequence between blocks."""
-        return self.tp > 1 and self.sequence_parallel
-
-    @property
     def shares_of_sequence(self) -> int:
+        """Return the number of TP ranks that have different parts of the sequence between blocks."""
         return self.tp if self.sequence_parallel else 1
 
     @property
