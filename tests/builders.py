@@ -177,8 +177,7 @@ def traffic_of(case: Case, rank: int = 0) -> tuple[TrafficRecord, ...]:
 
 def saved_as(step: int, by_dtype: dict[str, int]) -> SavedMemory:
     """So many bytes of each dtype saved in one step."""
-    float8 = sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8"))
-    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), float8_bytes=float8, by_dtype=by_dtype)
+    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), by_dtype=by_dtype)
 
 
 def make_saved(step: int, saved_bytes: int) -> SavedMemory:

@@ -15,7 +15,7 @@ from harness.checks.check import Rules, Stage, Witnesses, finished
 from harness.checks.updates import WIDE
 from harness.matrix.case import Case
 from harness.matrix.dims.pp import holds
-from harness.matrix.layout import DP_AXES, MESH_AXES, peers
+from harness.matrix.layout import DP_AXES, STAGE_AXES, peers
 from harness.promises import Limit
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
@@ -179,7 +179,7 @@ def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[
 def _partner(case: Case, trace: RankTrace, traces: list[RankTrace], solo: RankTrace | None) -> tuple[ModelRecord, str]:
     """Return what a rank is compared with, of which it has what its stages of a pipeline hold, and who that is."""
     if solo is None or solo.model is None:
-        first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
+        first = peers(case.layout, trace.rank, STAGE_AXES)[0]
         return next(_record(other) for other in traces if other.rank == first), f"rank {first}"
     whole = solo.model
     mine = msgspec.structs.replace(

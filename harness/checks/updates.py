@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from harness.checks.check import Rule, Rules, Stage, Witnesses, finished, merge_ranks
 from harness.matrix.case import Case
-from harness.matrix.layout import MESH_AXES, peers
+from harness.matrix.layout import STAGE_AXES, peers
 from harness.promises import Limit, keeps
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding, Value
@@ -61,7 +61,7 @@ def check_updates(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         record = trace.model
         if record is None:
             return
-        first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
+        first = peers(case.layout, trace.rank, STAGE_AXES)[0]
         (theirs, moves, _), who = (one_rank[0], "one rank") if one_rank else (made[first], f"rank {first}")
         options, moved, unmoved = made[trace.rank]
         held = {parameter.fqn for parameter in record.parameters if parameter.local_elements}

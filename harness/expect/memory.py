@@ -207,7 +207,7 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
     for name in BLOCK_LINEARS:
         if not is_recomputed(case, layer, name):
             saved += tokens * local_features(case, name)[1]
-    if case.layout.scatters:
+    if case.layout.shares_of_sequence > 1:
         saved += 2 * case.residual_tokens * dim
     saved += forward_maxima(case, converted_linears(case, layer))
     return Counter({case.train.dtype: saved})

@@ -108,7 +108,7 @@ def accumulates(case: Case, model: Model | None) -> bool:
     """Return True if data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so.
 
     The single-rank reference does the same where it knows the rank of a forward pass
-    (`worker/one_rank/sequential_ranks.py`).
+    (`worker/one_rank/played.py`).
     """
     if is_llama(case.target) or model is None or case.layout.dp == 1:
         return False
@@ -175,7 +175,7 @@ def _is_unused_in_backward(case: Case, name: str) -> bool:
     """True if backward does not read the output of this linear: it is the last, or its scattered output is saved."""
     if name == linears.BLOCK_LINEARS[-1]:
         return True
-    return name == "attention.wo" and case.layout.scatters and case.checkpointing.mode == "selective_op"
+    return name == "attention.wo" and case.layout.shares_of_sequence > 1 and case.checkpointing.mode == "selective_op"
 
 
 class CastForm(NamedTuple):

@@ -97,7 +97,7 @@ def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
     yield send("pp", elements=1)
     if case.layout.ep > 1:
         counts = [(norms + others, _joined(case, SHARD_AXES)), (3 * routers, _joined(case, EXPERT_AXES))]
-    elif case.layout.tp == 1 or case.layout.scatters:
+    elif case.layout.tp == 1 or case.layout.shares_of_sequence > 1:
         counts = [(experts_too, SHARD_AXES)]
     else:
         counts = [(norms, ("dp_shard",)), (experts_too - norms, SHARD_AXES)]

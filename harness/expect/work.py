@@ -74,11 +74,6 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
         return 2 * self.m * self.n * self.executed_k * self.executions
 
     @property
-    def copied_bytes(self) -> int:
-        """Return the size of the float8 copies of both operands, which live while it runs."""
-        return (self.m + self.n) * self.executed_k if self.copied else 0
-
-    @property
     def padding_bytes(self) -> int:
         """Return what `pad_inner_dim` reads and writes for all executions: both float8 operands."""
         return (self.m + self.n) * (self.k + self.executed_k) * self.executions if self.copied else 0

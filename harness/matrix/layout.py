@@ -64,6 +64,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
 MESH_AXES = Mesh.__struct_fields__
 DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different tokens
 SAME_BATCH_AXES = tuple(name for name in MESH_AXES if name not in DP_AXES)
+STAGE_AXES = tuple(name for name in MESH_AXES if name != "pp")  # those whose ranks hold the same modules
 SHARD_AXES = ("dp_shard", "tp")  # those whose ranks share weights
 EXPERT_AXES = ("efsdp", "ep")  # those of the mesh of expert weights alone
 SEQUENCE_AXES = ("dp_sequence", "cp")  # of `dp_shard`, as context parallelism divides it
@@ -174,12 +175,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
         return {name: degree for mesh in self.meshes for name, degree in mesh.items()}
 
     @property
-    def scatters(self) -> bool:
-        """Return True if TP ranks have different parts of the sequence between blocks."""
-        return self.tp > 1 and self.sequence_parallel
-
-    @property
     def shares_of_sequence(self) -> int:
+        """Return the number of TP ranks that have different parts of the sequence between blocks."""
         return self.tp if self.sequence_parallel else 1
 
     @property

@@ -83,7 +83,6 @@ class SavedMemory(Record, frozen=True, kw_only=True):
 
     step: int
     saved_bytes: int  # of distinct storages
-    float8_bytes: int  # of them in float8
     by_dtype: dict[str, int]
     live: tuple[LiveMemory, ...] = ()  # what is alive besides: at the end of forward and of the step
 

@@ -135,7 +135,7 @@ def test_every_check_names_the_ranks_that_lack_a_record_which_it_reads(text: str
 
 # Each of these records is wrong by the formula of its check; nothing changes from step to step, as leaks do.
 EMPTY = (LiveMemory(moment="forward", scalars=0, tensors=()), LiveMemory(moment="step", scalars=0, tensors=()))
-UNSAVED = tuple(SavedMemory(step=step, saved_bytes=0, float8_bytes=0, by_dtype={}, live=EMPTY) for step in (1, 2))
+UNSAVED = tuple(SavedMemory(step=step, saved_bytes=0, by_dtype={}, live=EMPTY) for step in (1, 2))
 RECORDED = {"calls": 1, "operands": OperandTrace(casts=(), matmuls=()), "traffic": (), "saved_memory": UNSAVED}
 BY_FORMULA = {
     "matmuls": "matmuls",

@@ -99,7 +99,7 @@ def censuses(case: Case, rank: int = 0) -> Records:
         LiveMemory(moment="step", scalars=1, tensors=()),
     )
     steps = range(1, case.train.steps + 1)
-    return tuple(SavedMemory(step=step, saved_bytes=0, float8_bytes=0, by_dtype={}, live=live) for step in steps)
+    return tuple(SavedMemory(step=step, saved_bytes=0, by_dtype={}, live=live) for step in steps)
 
 
 def changed(saved: Records, step: int, moment: int, **changes: object) -> Records:

@@ -78,8 +78,8 @@ def test_no_check_has_a_finding(watched, case: Case):
 
 def assert_saved_in_float8(case: Case, run: Run) -> None:
     """Backward keeps float8 where inputs are cast before they are gathered, and nothing is computed again."""
-    float8_saved = {saved.float8_bytes for trace in run.traces for saved in trace.saved_memory} != {0}
-    assert float8_saved == (case.float8.tp_styles == "float8" and case.checkpointing.mode == "none")
+    kept = case.float8.tp_styles == "float8" and case.checkpointing.mode == "none"
+    assert kept == any("float8" in str(saved.by_dtype) for trace in run.traces for saved in trace.saved_memory)
 
 
 @pytest.mark.sweep

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
+from harness.checks.divergence import with_operands
+from harness.matrix.caseid import parse_case_id
 from harness.matrix.layout import Layout, positions_of_ranks
 from harness.worker.targets.in_pieces import InPieces, take_grads, use_pieces, uses_of_weights
 from harness.worker.targets.reference.context_parallel import OfAllRanks
@@ -54,13 +56,13 @@ def test_a_module_in_pieces_has_the_gradients_of_every_piece() -> None:
     assert isinstance(model[0], InPieces) and [clean_fqn(name) for name, _ in model.named_modules()][1:] == ["0", "0"]
     given, grad = random(2 * BATCH, SEQ, DIM).requires_grad_(), random(2 * BATCH, SEQ, 3)
     model(given).backward(grad)
-    (use,) = uses = uses_of_weights(model)[id(linear.weight)]
+    uses = uses_of_weights(model)[id(linear.weight)]
     of_ranks = []
     for piece, its_grad in zip(given.detach().chunk(2), grad.chunk(2), strict=True):
         linear.zero_grad()
         linear(piece).backward(its_grad)
         of_ranks.append(linear.weight.grad)
-    assert all(map(torch.equal, take_grads(uses, torch.float64), of_ranks)) and use.name not in use.module.grads
+    assert all(map(torch.equal, take_grads(uses, torch.float64), of_ranks)) and "weight" not in model[0].grads
     linear.zero_grad()
     (alone,) = torch.autograd.grad(linear(plain := given.detach().requires_grad_()), plain, grad)
     torch.testing.assert_close(given.grad, alone)
@@ -101,3 +103,10 @@ def test_nothing_is_kept_where_nothing_is_trained() -> None:
     with torch.no_grad():
         assert not wrapped(torch.zeros(2, 1, 2)).requires_grad
     assert not wrapped.grads
+
+
+def test_one_rank_has_the_operands_of_all_signs_of_zeros_too(trained) -> None:
+    """Tokens without a label have gradients of zero."""
+    case = parse_case_id("fsdp2-cp2-tensorwise-v2048-gb4-s1-ignore.unequal-b16")
+    run, solo = (trained(case, probes=("sketches", "operands"), solo=alone) for alone in (False, True))
+    assert with_operands([], case, run, solo) == ()

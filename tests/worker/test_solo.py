@@ -16,8 +16,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.trace import Run
 from harness.verdict import Finding
-from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, ScaledProducts, of_columns, of_rows, of_sequence, spread
-from harness.worker.tensors.reduction import summed
+from harness.worker.one_rank.module_ranks import FLOAT8_MATMUL, FirstMatmul, of_columns, of_rows, of_sequence
+from harness.worker.tensors.ranks import spread, summed
 from harness.worker.virtual import device as virtual_device
 from tests.builders import make_tolerance, make_witnesses
 
@@ -198,14 +198,13 @@ def test_scaled_matmuls_are_multiplied_again_in_parts(recipe: str, monkeypatch: 
     virtual_device.install()
     linear = nn.Linear(96, 32, bias=False, dtype=BF16)
     module = convert_to_float8_training(nn.Sequential(linear), config=Float8LinearConfig.from_recipe_name(recipe))
-    products = ScaledProducts()
     monkeypatch.setattr(float8_ops, "addmm_float8_unwrapped", float8_ops.addmm_float8_unwrapped)
-    products.watch(FLOAT8_MATMUL)
-    assert products.in_parts(96, 2) is None
+    scaled = FirstMatmul(FLOAT8_MATMUL)
+    assert scaled.in_parts([48, 48]) is None
     output = module(random(16, 96).requires_grad_())
-    parts = products.in_parts(96, 4)  # of 24 columns: padded
+    parts = scaled.in_parts([24] * 4)  # of columns: padded
     assert parts.shape == (4, 16, 32)
     torch.testing.assert_close(parts.double().sum(0), output.double(), rtol=0.02, atol=0.02)
-    products.restart()
+    scaled.restart()
     output.sum().backward()
-    assert products.in_parts(32, 2).shape == (2, 16, 96), "the gradient of the input comes first"
+    assert scaled.in_parts([16, 16]).shape == (2, 16, 96), "the gradient of the input comes first"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from harness.matrix.case import Case
 from harness.matrix.dims.dimension import Dimension, Transfer
 from harness.matrix.dims.pp import blocks_of
-from harness.matrix.layout import group_name, pieces_of_rank
+from harness.matrix.layout import group_name, pieces_of_rank, positions_of_ranks
 from harness.matrix.linears import local_features
 
 
@@ -51,5 +51,6 @@ CP = Dimension(
             lambda case: case.layout.cp > 1 and case.train.seq_len % (case.layout.cp * pieces_of_rank(case.layout)),
         ),
     },
+    played=lambda case: {"positions": positions_of_ranks(case.layout, case.train.seq_len)},
     alone=lambda case: {"cp": case.layout.cp, "sequence_order": case.layout.sequence_order},
 )

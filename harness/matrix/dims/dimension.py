@@ -48,6 +48,23 @@ def repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
         yield msgspec.structs.replace(term, times=term.times * times, least=least)
 
 
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks that one rank plays, and of what each of them has a piece.
+
+    Of the batch: `ranks`, whose gradients are added up `shards` at a time, and then those of all replicas. Of the
+    experts of a block: so many of these ranks that one computes all their tokens at once. Of the sequence: the
+    positions of ranks that share it, which compute one piece after the other. Of what matmuls contract: `products`,
+    where the modules of a run are replayed. Of the stages: whether tied ends are two copies.
+    """
+
+    ranks: int = 1
+    shards: int = 1
+    sharing_experts: int = 1
+    positions: tuple[tuple[int, ...], ...] = ((),)
+    products: int = 1
+    copied_ends: bool = False
+
+
 class Sender(msgspec.Struct, frozen=True):
     """One rank in one step (1-based) of a case, with these changes of upstream."""
 
@@ -72,7 +89,7 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     elements by dtype that a block keeps for backward because ranks share the work in this way. `alive`: dtype, elements
     and purpose of what a rank keeps at a moment of a step, whose number is its target's age. `alone`: values of axes
     that the single rank of a reference keeps, because it repeats what ranks of this dimension do one after another;
-    without, it computes at once what all of them do.
+    without, it computes at once what all of them do. `played`: what of `Played` follows from this dimension.
     """
 
     name: str
@@ -84,3 +101,4 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     alive: Callable[[Case, int, Moment], Iterable[tuple[str, int, str]]] = lambda *_: ()
     excluded: Excluded = {}
     alone: Callable[[Case], Mapping[str, object]] = lambda _: {}
+    played: Callable[[Case], Mapping[str, object]] = lambda _: {}

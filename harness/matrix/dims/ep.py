@@ -60,6 +60,6 @@ EP = Dimension(
         ),
         "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep),
     },
-    # data-parallel ranks that share experts
     alone=lambda case: {"ep": case.layout.dp_in_ep},
+    played=lambda case: {"sharing_experts": case.layout.dp_in_ep},
 )

@@ -209,4 +209,5 @@ FSDP = Dimension(
         ),
     },
     alone=_alone,
+    played=lambda case: {"ranks": case.layout.dp, "shards": case.layout.dp_shard},
 )

@@ -170,5 +170,6 @@ PP = Dimension(
             lambda case: stage_count(case.layout) > case.model.shape.layers,
         ),
     },
-    alone=lambda case: {"pp": 2} if case.model.tied and case.layout.pp > 1 else {},
+    alone=lambda case: {"pp": 2} if case.model.tied and not ends_are_one(case) else {},
+    played=lambda case: {"copied_ends": case.model.tied and not ends_are_one(case)},
 )

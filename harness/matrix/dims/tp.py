@@ -6,7 +6,7 @@ these two outputs and reduce-scatters the sums of input gradients. Verified with
 checkpointing mode and local batch, TP 2 to 8.
 
 One rank multiplies whole matrices: with DTensor every scale is that of the logical tensor. Only where the modules of a
-run are replayed it multiplies in the parts of ranks, and adds them up in their order (`worker/one_rank/tensor_ranks`).
+run are replayed it multiplies in the parts of ranks, and adds them up in their order (`worker/one_rank/module_ranks`).
 """
 
 from collections import Counter
@@ -258,6 +258,7 @@ TP = Dimension(
         *_loss(of.case, of.rank),
     ),
     of_reduction=lambda of: _norm_gradients(of.case, of.rank, of.changes),
+    played=lambda case: {"products": case.layout.tp},
     excluded={
         "heads_divide_tp": (
             (*MODEL_AXES, "tp"),

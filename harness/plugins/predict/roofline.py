@@ -147,7 +147,10 @@ def _memory_s(case: Case, machine: Machine) -> float:
     of_experts, whole = linears.expert_parameters(case.model)[0], linears.parameter_count(case)
     parameters = (whole - of_experts) / layout.tp + of_experts / layout.ep
     # It reads parameter, gradient and states, and writes all of them but the gradient, in float32.
-    optimizer = whole / layout.tp / layout.dp_shard * (3 + 2 * case.train.update.states) * ITEM_BYTES["float32"]
+    update, of_blocks = case.train.update, {*linears.linear_fqns(case)} - {linears.OUTPUT_FQN}
+    matrices = sum(math.prod(linears.linear_features(case, linears.linear_name(fqn))) for fqn in of_blocks)
+    states = whole * update.states - matrices * (update.states - update.of_linears)
+    optimizer = (3 * whole + 2 * states) / layout.tp / layout.dp_shard * ITEM_BYTES["float32"]
     # FSDP copies what it gathers (twice), and gradients before it reduces them in float32.
     gathered = 1 if case.gathers_float8 else 2
     copies = parameters * (2 * 2 * gathered + 2 + 4) if layout.dp_shard > 1 else 0

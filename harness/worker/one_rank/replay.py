@@ -15,7 +15,8 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.trace.model import ModuleDistance, ModuleTensorKind
-from harness.worker.one_rank.tensor_ranks import Key, Ranks, Recorded, ScaledProducts, Values, terms_of_sum
+from harness.worker.one_rank.module_ranks import FirstMatmul, Ranks
+from harness.worker.one_rank.recorded import Key, Recorded, Values, terms_of_sum
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.module_tensors import is_mixture, is_recorded, is_wide, uses_input_once
 from harness.worker.process.process import PROCESS
@@ -23,7 +24,8 @@ from harness.worker.targets.in_pieces import InPieces
 from harness.worker.tensors.digests import ordered_digest
 from harness.worker.tensors.names import clean_fqn, dtype_name
 from harness.worker.tensors.places import local_shard
-from harness.worker.tensors.reduction import relative_distance, spread, summed
+from harness.worker.tensors.ranks import spread
+from harness.worker.tensors.reduction import relative_distance
 
 
 class Call(NamedTuple):
@@ -52,7 +54,7 @@ class Replay:
         self.stream: torch.Tensor | None = None  # the input of the last norm or block of forward
         self.distances: list[ModuleDistance] = []
 
-    def attach(self, model: nn.Module, case: Case, products: ScaledProducts, *, compiled: bool) -> None:
+    def attach(self, model: nn.Module, case: Case, scaled: FirstMatmul, *, compiled: bool) -> None:
         """Hook every module that eager runs record; of a compiled run what it recorded, where blocks are modules."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         outputs = {key.fqn: recorded for key, recorded in self._recorded.items() if key.kind == "output" and recorded}
@@ -62,7 +64,7 @@ class Replay:
             if isinstance(module, InPieces):
                 in_pieces[fqn] = module
             if fqn in calls if compiled else is_recorded(module, case):
-                ranks = Ranks(module, outputs.get(fqn), case, products, () if fqn in in_pieces else managed)
+                ranks = Ranks(module, outputs.get(fqn), case, scaled, () if fqn in in_pieces else managed)
                 boundary = _ModuleBoundary(fqn, self, ranks, max(1, calls[fqn]), in_pieces=fqn in in_pieces)
                 self._boundaries.append(boundary)
                 if fqn in in_pieces and boundary.ranks.by_columns:
@@ -258,12 +260,7 @@ class _ReplaceInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         at, (grad,) = ctx.at, grads
-        if at.ranks.spreads_input:
-            computed = Values(summed(grad), grad)
-        else:
-            parts = at.ranks.gradient_parts(grad)
-            computed = Values(grad if parts is None else summed(parts), parts)
-        grad_input = at.watching.replaced(at.fqn, ctx.call, "grad_input", computed)
+        grad_input = at.watching.replaced(at.fqn, ctx.call, "grad_input", at.ranks.values("dgrad", grad))
         return (grad_input.stacked(at.ranks.count) if at.ranks.by_columns else grad_input.whole).clone(), None, None
 
 
@@ -273,12 +270,7 @@ class _ReplaceOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, computed: torch.Tensor, at: _ModuleBoundary, call: Call) -> torch.Tensor:
         ctx.at, ctx.call = at, call
-        if at.ranks.stacks_output:
-            values = Values(summed(computed), computed)
-        else:
-            parts = at.ranks.output_parts(computed)
-            values = Values(computed if parts is None else summed(parts), parts)
-        looked_up = at.ranks.looks_up
+        values, looked_up = at.ranks.values("forward", computed), at.ranks.looks_up
         return at.watching.replaced(at.fqn, call, "output", values, looked_up=looked_up).whole.clone()
 
     @staticmethod

@@ -7,7 +7,7 @@ matmul are those that its dispatcher hook reports.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -392,18 +392,12 @@ _NOTHING = contextlib.nullcontext()
 def _invisible() -> contextlib.AbstractContextManager[Any]:
     """Neither autograd nor a dispatch mode, such as selective checkpointing's, sees what the probe computes."""
     if _len_torch_dispatch_stack():
-        return _Undispatched()
+        return _undispatched()
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-class _Undispatched:
+@contextlib.contextmanager
+def _undispatched() -> Iterator[None]:
     """What is computed in here reaches no dispatch mode. Only for tensors that are plain."""
-
-    def __enter__(self) -> None:
-        self._no_grad, self._no_dispatch = torch.no_grad(), torch._C._DisableTorchDispatch()
-        self._no_grad.__enter__()
-        self._no_dispatch.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._no_dispatch.__exit__(*error)
-        self._no_grad.__exit__(*error)
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        yield

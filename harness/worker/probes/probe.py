@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from harness.matrix.case import Case, Layout
+from harness.matrix.case import Case
+from harness.matrix.dims.dimension import Played
 from harness.matrix.numerics import Numerics
 from harness.registry import answers
 from harness.worker.dispatch_hooks.hook import unobserved
@@ -80,8 +81,8 @@ PROBES = {
 class ProbeSet:
     """Several probes as one context, by their names in PROBES, under which `results` has what they recorded.
 
-    A probe is imported when it is asked for: one that lacks a private part is never imported. `stands_for`: the layout
-    whose data-parallel ranks a single one trains for.
+    A probe is imported when it is asked for: one that lacks a private part is never imported. `plays`: the ranks
+    that a single one trains for.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ProbeSet:
         device: torch.device,
         numerics: Numerics,
         *,
-        stands_for: Layout | None = None,
+        plays: Played | None = None,
     ) -> None:
         unknown = sorted(set(names) - set(PROBES))
         assert not unknown, f"unknown probes {unknown}; there are {sorted(PROBES)}"
@@ -99,8 +100,8 @@ class ProbeSet:
         self._entered = ExitStack()
         options: dict[str, dict[str, object]] = {
             "module_tensors": {"numerics": numerics},
-            "logprobs": {"stands_for": stands_for},
-            "sketches": {} if stands_for is None else {"pieces": stands_for.dp, "groups": stands_for.ep},
+            "logprobs": {"plays": plays},
+            "sketches": {} if plays is None else {"pieces": plays.ranks, "groups": plays.sharing_experts},
         }
         of_blocks = {"operands": ("block_operands", "BlockOperandProbe")} if case.float8.traits.block else {}
         for name in names:

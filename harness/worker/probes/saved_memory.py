@@ -295,7 +295,6 @@ class SavedMemoryProbe(Probe):
             SavedMemory(
                 step=self._step,
                 saved_bytes=by_dtype.total(),
-                float8_bytes=sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8")),
                 by_dtype=dict(sorted((dtype, count) for dtype, count in by_dtype.items() if count)),
                 live=(live,),
             )

@@ -1,17 +1,18 @@
-"""Modules on one rank that stands for several, each of which has a piece of every sequence.
+"""Modules on one rank that plays several, each of which has a piece of every sequence.
 
 What attention mixes is computed at once. Everything else belongs to the tokens of one rank: its tensorwise scales are
 of them alone, and so are its gradients of weights, which ranks reduce in an order and a dtype of their own. So every
-module with weights computes one piece after the other, forward and backward, and keeps the gradients of every piece.
+module with weights computes one piece after the other, and keeps the gradients of every piece.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+
+from harness.worker.tensors.ranks import Given, along, on_ranks, whole
 
 Tensor = torch.Tensor
 _BATCH = -3  # dim
@@ -30,36 +31,17 @@ class InPieces(nn.Module):
         self.grads: defaultdict[str, list[Sequence[Tensor]]] = defaultdict(list)  # by name: of every call, each piece's
 
     def forward(self, given: Tensor) -> Tensor:
-        computed: Tensor = _Pieces.apply(given, self, *self.harness_in_pieces.parameters(recurse=False))
-        return computed
-
-
-class _Pieces(torch.autograd.Function):
-    """Forward and backward of one piece after the other: autograd alone would begin backward with the last."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, owner: InPieces, *weights: Tensor) -> Tensor:
-        ctx.owner, ctx.weights = owner, weights
-        with torch.set_grad_enabled(any(ctx.needs_input_grad)):
-            pieces = given.chunk(owner.count, _BATCH if given.is_floating_point() else 0)
-            ctx.inputs = [piece.detach().requires_grad_(given.requires_grad) for piece in pieces]
-            ctx.outputs = [owner.harness_in_pieces(piece) for piece in ctx.inputs]
-        return torch.cat([output.detach() for output in ctx.outputs], _BATCH)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = ctx.inputs[0].requires_grad
-        pieces = zip(ctx.inputs, ctx.outputs, grads[0].chunk(ctx.owner.count, _BATCH), strict=True)
-        piece_grads = [
-            torch.autograd.grad(output, (*([given] if wanted else []), *ctx.weights), grad)
-            for given, output, grad in pieces
+        dim = _BATCH if given.is_floating_point() else 0
+        sizes = [given.shape[dim] // self.count] * self.count
+        weights = [
+            Given(param, whole(self.count), functools.partial(self._keep, name))
+            for name, param in self.harness_in_pieces.named_parameters(recurse=False)
         ]
-        of_input = torch.cat([of_piece[0] for of_piece in piece_grads], _BATCH) if wanted else None
-        of_weights = list(zip(*(of_piece[wanted:] for of_piece in piece_grads), strict=True))
-        names = (name for name, _ in ctx.owner.harness_in_pieces.named_parameters(recurse=False))
-        for name, of_weight in zip(names, of_weights, strict=True):
-            ctx.owner.grads[name].append(of_weight)
-        return of_input, None, *(torch.stack(of_weight).sum(0) for of_weight in of_weights)
+        pieces = Given(given, along(dim, sizes))
+        return on_ranks(lambda piece, *_: self.harness_in_pieces(piece), along(_BATCH, sizes), pieces, *weights)
+
+    def _keep(self, name: str, of_pieces: Sequence[Tensor]) -> None:
+        self.grads[name].append(of_pieces)
 
 
 def use_pieces(model: nn.Module, count: int) -> None:
@@ -70,11 +52,7 @@ def use_pieces(model: nn.Module, count: int) -> None:
                 parent.register_module(name, InPieces(child, count))
 
 
-class Use(NamedTuple):
-    """A weight of a module, by its name there."""
-
-    module: InPieces
-    name: str
+Use = Callable[[], list[Sequence[Tensor]]]  # takes what a module keeps of the gradients of a weight
 
 
 def uses_of_weights(model: nn.Module) -> dict[int, list[Use]]:
@@ -83,7 +61,7 @@ def uses_of_weights(model: nn.Module) -> dict[int, list[Use]]:
     for module in model.modules():
         if isinstance(module, InPieces):
             for name, param in module.harness_in_pieces.named_parameters(recurse=False):
-                uses[id(param)].append(Use(module, name))
+                uses[id(param)].append(functools.partial(module.grads.pop, name))
     return uses
 
 
@@ -92,9 +70,9 @@ def take_grads(uses: Sequence[Use], dtype: torch.dtype) -> list[Tensor]:
 
     What several modules have of one call is added up before, as autograd does.
     """
-    by_call = zip(*(use.module.grads.pop(use.name) for use in uses), strict=True)
-    whole = [[_sum(of_piece) for of_piece in zip(*of_modules, strict=True)] for of_modules in by_call]
-    return [_sum([grad.to(dtype) for grad in of_piece]) for of_piece in zip(*whole, strict=True)]
+    by_call = zip(*(take() for take in uses), strict=True)
+    of_calls = [[_sum(of_piece) for of_piece in zip(*of_modules, strict=True)] for of_modules in by_call]
+    return [_sum([grad.to(dtype) for grad in of_piece]) for of_piece in zip(*of_calls, strict=True)]
 
 
 def _sum(grads: Iterable[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from harness.matrix.layout import Layout
+from harness.matrix.dims.dimension import Played
 
 # A loss is the mean over the tokens of the global batch, in nats, before the update. A gradient norm is the global L2
 # norm before clipping, None if the target computes none.
@@ -33,7 +33,7 @@ class World(NamedTuple):
     dp_rank: int  # which part of the global batch this rank trains on
     microbatches: int  # how many `step` gets: `accumulation`, for the reference times the slices of the batch
     local_batch: int  # sequences of a microbatch
-    stands_for: Layout = Layout()  # of that reference: the degrees whose ranks it repeats
+    plays: Played = Played()  # of that reference: the ranks that it repeats
 
 
 class Target(Protocol):

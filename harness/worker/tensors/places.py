@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Layout
-from harness.matrix.layout import EXPERT_AXES, MESH_AXES, axis_of_group, coordinates, mesh_with
+from harness.matrix.layout import EXPERT_AXES, MESH_AXES, STAGE_AXES, axis_of_group, coordinates, mesh_with
 
 
 class Place(NamedTuple):
@@ -38,7 +38,7 @@ class Places:
 
     def __init__(self, layout: Layout, axes: Collection[str] = MESH_AXES) -> None:
         self._layout = layout
-        self._axes = [axis for axis in axes if layout.mesh[axis] > 1 and axis != "pp"]
+        self._axes = [axis for axis in axes if layout.mesh[axis] > 1 and axis in STAGE_AXES]
         self._places: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:
@@ -63,7 +63,7 @@ class Places:
         joined = {axis for name in known for axis in (MESH_AXES if name == "world" else name.split("+"))}
         of_experts = joined & set(EXPERT_AXES)
         axes = mesh_with(self._layout, EXPERT_AXES) if of_experts and "dp_shard" in self._axes else self._axes
-        return [axis for axis in axes if axis not in joined and axis != "pp"]
+        return [axis for axis in axes if axis not in {*joined, "pp"}]
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,9 +1,9 @@
-"""Sums of what several ranks have, and the gradients of one step and their global norm, as the harness has them."""
+"""What all ranks have of a number or a tensor, and the gradients of one step and their global norm."""
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,40 +88,6 @@ def squared_norm_share(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
             grad = grad.to_local()
         total += grad.double().square().sum() * (shards / world)
     return total
-
-
-Tensor = torch.Tensor
-WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
-
-
-def summed(parts: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
-    first, *others = parts
-    total = first.to(WIDE.get(first.dtype, first.dtype), copy=True)
-    for part in others:
-        total += part
-    return total.to(first.dtype)
-
-
-class Spread(torch.autograd.Function):
-    """The same tensor for every rank: [ranks, ...]. Its gradient is the sum of theirs, of each over readers first."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int, keep: Callable[[Tensor], None] | None) -> Tensor:
-        ctx.keep = keep
-        return whole.expand(ranks, *whole.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.keep is not None:
-            ctx.keep(grads[0])
-        return summed(grads[0]), None, None
-
-
-def spread(whole: Tensor, ranks: int, keep: Callable[[Tensor], None] | None = None) -> Tensor:
-    """`whole` for every rank; `keep` gets what each has of the gradient: [ranks, ...]."""
-    copies: Tensor = Spread.apply(whole, ranks, keep)
-    return copies
 
 
 def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> float:

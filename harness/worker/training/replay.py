@@ -20,8 +20,9 @@ from harness.matrix.numerics import averages_gradients, replayed_steps
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import ModuleTensorKind
+from harness.worker.one_rank.module_ranks import FLOAT8_MATMUL, FirstMatmul
+from harness.worker.one_rank.recorded import Values, assembled
 from harness.worker.one_rank.replay import OF_PARAMETER, Replay
-from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, ScaledProducts, Values, assembled
 from harness.worker.probes.discovery import converted_linears
 from harness.worker.process.process import PROCESS
 from harness.worker.tensors.names import clean_fqn
@@ -34,16 +35,15 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     # Recomputation repeats what forward computed, and would be taken for another call of a module.
     case = msgspec.structs.replace(request.case, checkpointing=Checkpointing(), compile="none")
     prepared = prepare(case, device, solo_witness=True)
-    model = prepared.target.model
-    dp = case.layout.dp if averages_gradients(case) else 1
-    watching = Replay(assembled(case, request.replayed, device), dp, case.layout.cp)
-    products = ScaledProducts()
-    watching.attach(model, case, products, compiled=request.case.compile != "none")
-    products.watch(FLOAT8_MATMUL)
-    if request.case.float8.traits.block:
+    model, plays = prepared.target.model, prepared.world.plays
+    dp = plays.ranks if averages_gradients(case) else 1
+    watching = Replay(assembled(case, request.replayed, device), dp, len(plays.positions))
+    matmul = FLOAT8_MATMUL
+    if case.float8.traits.block:
         from harness.worker.one_rank.block_products import MATMULS
 
-        products.watch(MATMULS[request.case.float8.traits.kernel])
+        matmul = MATMULS[case.float8.traits.kernel]
+    watching.attach(model, case, FirstMatmul(matmul), compiled=request.case.compile != "none")
     replayed = replayed_steps(request.case, request.numerics)
     neighbors = zip((0, *replayed), replayed, (*replayed[1:], replayed[-1] + 1), strict=False)
     turns = (_Turn(step, before == step - 1, following - 1) for before, step, following in neighbors)

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import resumed_in
+from harness.matrix.dims import played
+from harness.matrix.dims.dimension import Played
 from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
 from harness.matrix.linears import copies_of_weights
 from harness.request import RunRequest
@@ -30,7 +32,7 @@ from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed, State, StateChange
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
-from harness.worker.one_rank.sequential_ranks import SequentialRanks
+from harness.worker.one_rank.played import PlayedRanks
 from harness.worker.probes.discovery import Digests, Discovery, InputRecorder, parameter_digests, saved_buffers
 from harness.worker.probes.probe import ProbeSet
 from harness.worker.probes.updates import Updates
@@ -87,9 +89,9 @@ def train(
     resumed = None
     lost = internals.lost_records(request.probes)
     used = [name for name in request.probes if name not in lost]
-    layout = case.layout if request.solo else None
+    plays = played(case) if request.solo else None
     with (
-        ProbeSet(used, _as_built(case, request.solo), device, request.numerics, stands_for=layout) as watching,
+        ProbeSet(used, _as_built(case, request.solo), device, request.numerics, plays=plays) as watching,
         ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=request.solo, digests_built=request.digests_built)
@@ -164,7 +166,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
         dp_rank=0 if solo_witness else dp_rank(case.layout, dist.get_rank()),
         microbatches=microbatches,
         local_batch=case.microbatch,
-        stands_for=case.layout if solo_witness else Layout(),
+        plays=played(case) if solo_witness else Played(),
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)
@@ -177,7 +179,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     return Prepared(
         case=built,
         world=world,
-        target=SequentialRanks(target, case) if solo_witness and case.layout.dp > 1 else target,
+        target=PlayedRanks(target, case, world.plays) if world.plays.ranks > 1 else target,
         tokens=given,
         labels=None if case.train.ignored_tokens == "none" else _labels(case, given, part),
         data_digest=data.digest({"tokens": tokens, **data.with_other_stages(weights, built)}),

@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp, Work
 
 from harness.worker.process.process import PROCESS
 from harness.worker.tensors.names import dtype_name
-from harness.worker.tensors.reduction import WIDE
+from harness.worker.tensors.ranks import WIDE
 from harness.worker.virtual.fabric import CollectiveMismatch, Fabric, Group, Loopback
 
 Tensor = torch.Tensor

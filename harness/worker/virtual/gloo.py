@@ -21,8 +21,19 @@ from harness.worker.virtual.collectives import FLOAT8, Boxed, Tensor, reduction
 _CPU = torch.device("cpu")
 
 
-def _gloo(group: Boxed) -> Any:  # torch annotates no collective of its Backend
-    return dist.ProcessGroup.unbox(group)._get_backend(_CPU)
+def _alias(given: Any) -> Any:
+    """Return a tensor, or rows of tensors, as gloo gets it."""
+    if isinstance(given, torch.Tensor):
+        return mark_owned(given.view(torch.uint8) if given.dtype in FLOAT8 else given.detach())
+    return [_alias(one) for one in given]
+
+
+def _sent(group: Boxed, method: str, *given: Any, options: Any = None, **values: object) -> Any:
+    """Call a method of the gloo backend, whose collectives torch does not annotate, with options of these values."""
+    for name, value in values.items():
+        setattr(options, name, value)
+    gloo: Any = dist.ProcessGroup.unbox(group)._get_backend(_CPU)
+    return getattr(gloo, method)(*given, *(() if options is None else (options,)))
 
 
 def _reduce_op(boxed: Boxed, tensors: Sequence[Tensor]) -> ReduceOp:
@@ -31,30 +42,16 @@ def _reduce_op(boxed: Boxed, tensors: Sequence[Tensor]) -> ReduceOp:
     return ReduceOp(ReduceOp.RedOpType(boxed.op()))
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    return mark_owned(tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor.detach())
-
-
-def _alias_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [_alias(tensor) for tensor in tensors]
-
-
-def _alias_rows(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    return [_alias_all(row) for row in rows]
-
-
 # The kernels take the arguments of their c10d schema; `*_` are those without effect here, such as async_op and timeout.
 
 
 def _allgather_base_(output: Tensor, tensor: Tensor, group: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    return output, Work.boxed(_gloo(group)._allgather_base(_alias(output), _alias(tensor)))
+    return output, Work.boxed(_sent(group, "_allgather_base", _alias(output), _alias(tensor)))
 
 
 def _allgather_into_tensor_coalesced_(outputs: list[Tensor], tensors: list[Tensor], group: Boxed, *_: Any) -> Boxed:
-    gloo = _gloo(group)
-    works = [
-        gloo._allgather_base(_alias(output), _alias(tensor)) for output, tensor in zip(outputs, tensors, strict=True)
-    ]
+    pairs = zip(outputs, tensors, strict=True)
+    works = [_sent(group, "_allgather_base", _alias(output), _alias(tensor)) for output, tensor in pairs]
     for work in works[:-1]:
         work.wait()
     return Work.boxed(works[-1])
@@ -63,48 +60,43 @@ def _allgather_into_tensor_coalesced_(outputs: list[Tensor], tensors: list[Tenso
 def _allgather_(
     outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, *_: Any
 ) -> tuple[list[list[Tensor]], Boxed]:
-    return outputs, Work.boxed(_gloo(group).allgather(_alias_rows(outputs), _alias_all(tensors)))
+    return outputs, Work.boxed(_sent(group, "allgather", _alias(outputs), _alias(tensors)))
 
 
 def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
-    options = dist.AllreduceOptions()
-    options.reduceOp = _reduce_op(op, tensors)
-    return tensors, Work.boxed(_gloo(group).allreduce(_alias_all(tensors), options))
+    asked, reduce = dist.AllreduceOptions(), _reduce_op(op, tensors)
+    return tensors, Work.boxed(_sent(group, "allreduce", _alias(tensors), options=asked, reduceOp=reduce))
 
 
 def _reduce_scatter_base_(output: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = _reduce_op(op, [tensor])
-    return output, Work.boxed(_gloo(group)._reduce_scatter_base(_alias(output), _alias(tensor), options))
+    asked, reduce, given = dist.ReduceScatterOptions(), _reduce_op(op, [tensor]), (_alias(output), _alias(tensor))
+    return output, Work.boxed(_sent(group, "_reduce_scatter_base", *given, options=asked, reduceOp=reduce))
 
 
 def _alltoall_base_(
     output: Tensor, tensor: Tensor, group: Boxed, output_split_sizes: list[int], input_split_sizes: list[int], *_: Any
 ) -> Boxed:
-    work = _gloo(group).alltoall_base(_alias(output), _alias(tensor), list(output_split_sizes), list(input_split_sizes))
-    return Work.boxed(work)
+    splits = list(output_split_sizes), list(input_split_sizes)
+    return Work.boxed(_sent(group, "alltoall_base", _alias(output), _alias(tensor), *splits))
 
 
 def _broadcast_(
     tensors: list[Tensor], group: Boxed, root_rank: int, root_tensor: int, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root_rank, root_tensor
-    return tensors, Work.boxed(_gloo(group).broadcast(_alias_all(tensors), options))
+    asked = {"options": dist.BroadcastOptions(), "rootRank": root_rank, "rootTensor": root_tensor}
+    return tensors, Work.boxed(_sent(group, "broadcast", _alias(tensors), **asked))
 
 
 def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, root_rank: int, *_: Any) -> Boxed:
-    options = dist.GatherOptions()
-    options.rootRank = root_rank
-    return Work.boxed(_gloo(group).gather(_alias_rows(outputs), _alias_all(tensors), options))
+    asked = {"options": dist.GatherOptions(), "rootRank": root_rank}
+    return Work.boxed(_sent(group, "gather", _alias(outputs), _alias(tensors), **asked))
 
 
 def _scatter_(
     outputs: list[Tensor], rows: list[list[Tensor]], group: Boxed, root_rank: int, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
-    options = dist.ScatterOptions()
-    options.rootRank = root_rank
-    return outputs, Work.boxed(_gloo(group).scatter(_alias_all(outputs), _alias_rows(rows), options))
+    asked = {"options": dist.ScatterOptions(), "rootRank": root_rank}
+    return outputs, Work.boxed(_sent(group, "scatter", _alias(outputs), _alias(rows), **asked))
 
 
 CPU_KERNELS: dict[str, Callable[..., Any]] = {

@@ -116,18 +116,10 @@ def require_allowed(
     use_fast_accum: bool = False,
 ) -> None:
     """Raise what a GPU raises for these arguments of `scaled_mm`."""
-    refused = refusal(
-        Signature(
-            operand(a),
-            operand(b),
-            operand(scale_a),
-            operand(scale_b),
-            out_dtype or a.dtype,
-            bias=None if bias is None else operand(bias),
-            scale_result=None if scale_result is None else operand(scale_result),
-        ),
-        GPU.capability,
-    )
+    of_a, of_b, of_scale_a, of_scale_b = map(operand, (a, b, scale_a, scale_b))
+    of_bias, of_result = (None if tensor is None else operand(tensor) for tensor in (bias, scale_result))
+    given = Signature(of_a, of_b, of_scale_a, of_scale_b, out_dtype or a.dtype, of_bias, of_result)
+    refused = refusal(given, GPU.capability)
     if refused is not None:
         raise refused.error(refused.text)
 

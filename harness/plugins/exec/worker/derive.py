@@ -4,7 +4,7 @@ import gc
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD
+from torch.optim import SGD, Muon
 from torch.optim.optimizer import Optimizer
 from torchao.float8.config import Float8LinearConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
@@ -185,6 +185,9 @@ def _casts_in_hooks(modules: Collection[nn.Module]) -> bool:
 # Dtypes, and what updates parameters
 
 
+_UPDATES: dict[type[Optimizer], Literal["sgd", "muon"]] = {SGD: "sgd", Muon: "muon"}  # AdamW updates what Muon leaves
+
+
 def _train(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> Train:
     kept = {dtype_name(local_part(param).dtype) for param in model.parameters() if param.requires_grad}
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
@@ -205,5 +208,5 @@ def _train(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> Tra
         dtype=dtype,  # type: ignore[arg-type]  # one of the three
         parameter_dtype="bfloat16" if kept == {"bfloat16"} else "float32",
         reduce_dtype="bfloat16" if reduced == {"bfloat16"} else "float32",
-        optimizer="sgd" if any(isinstance(optimizer, SGD) for optimizer in optimizers) else "adamw",
+        optimizer=next((name for kind, name in _UPDATES.items() for of in optimizers if isinstance(of, kind)), "adamw"),
     )

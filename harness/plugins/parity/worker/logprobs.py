@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.matrix.case import Case, Layout
+from harness.matrix.case import Case
+from harness.matrix.dims.dimension import Played
 from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe
@@ -19,14 +20,17 @@ _IN_PIECES = ".harness_in_pieces"  # then the module around it is called once (`
 
 
 class LogprobProbe(Probe):
-    """Reads the logits of the last linear that is as wide as the vocabulary. `stands_for`: as of `ProbeSet`."""
+    """Reads the logits of the last linear that is as wide as the vocabulary. `plays`: as of `ProbeSet`."""
 
-    def __init__(self, case: Case, device: torch.device, stands_for: Layout | None = None) -> None:
+    def __init__(self, case: Case, device: torch.device, plays: Played | None = None) -> None:
         super().__init__(case, device)
-        layout, train, rank = stands_for or case.layout, case.train, torch.distributed.get_rank()
-        pieces = positions_of_ranks(layout, train.seq_len)
-        self._pieces = pieces if stands_for else pieces[dp_rank(layout, rank) % len(pieces) :][:1]
-        mine = slice(0, train.global_batch) if stands_for else batch_slice(case, batch_of(layout, rank))
+        layout, train, rank = case.layout, case.train, torch.distributed.get_rank()
+        if plays is None:
+            pieces = positions_of_ranks(layout, train.seq_len)
+            self._pieces = pieces[dp_rank(layout, rank) % len(pieces) :][:1]
+        else:
+            self._pieces = tuple(piece or tuple(range(train.seq_len)) for piece in plays.positions)
+        mine = slice(0, train.global_batch) if plays else batch_slice(case, batch_of(layout, rank))
         self._first = mine.start
         self._labels = torch.from_numpy(global_tokens(case)[-1, mine, 1:])
         self._values: list[Any] = []  # by sequence, in float64: infinite where another rank has the position

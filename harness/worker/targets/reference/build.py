@@ -289,7 +289,7 @@ def cut_sequences(model: Llama, case: Case, meshes: Meshes, world: World) -> Cut
     """Return what the model is given of every sequence, where ranks of context parallelism share them."""
     if meshes.cp is not None:
         return apply_cp(model, case, meshes.cp, world.device)
-    return stand_for_all(model, case, world) if world.stands_for.cp > 1 else None
+    return stand_for_all(model, world) if len(world.plays.positions) > 1 else None
 
 
 def _plain_model(case: Case, device: torch.device) -> Llama:

@@ -19,7 +19,7 @@ from harness.matrix.layout import positions_of_ranks
 from harness.worker.targets.in_pieces import use_pieces
 from harness.worker.targets.reference.model import Attention, Context, Llama, apply_rope, attend
 from harness.worker.targets.target import World
-from harness.worker.tensors.reduction import spread
+from harness.worker.tensors.ranks import STACKED, Given, along, on_ranks, whole
 
 Tensor = torch.Tensor
 _SEQUENCE = 1  # the dim of [batch, sequence, ...]
@@ -57,7 +57,7 @@ class OfRank(Cut):
 
 
 class OfAllRanks(Cut):
-    """All pieces, as the ranks that have one each compute them: keys are rotated in the order of whole sequences."""
+    """All pieces, as the ranks that have one each compute them, one after the other."""
 
     def __init__(self, pieces: Sequence[Sequence[int]], device: torch.device) -> None:
         self._pieces = [torch.tensor(piece, device=device) for piece in pieces]
@@ -68,13 +68,12 @@ class OfAllRanks(Cut):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ranks = len(self._pieces)
-        q, k, v = (torch.cat(operand.chunk(ranks), _SEQUENCE)[:, self._order] for operand in (q, k, v))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        k, v = spread(torch.stack((k, v)), ranks).transpose(0, 1)
-        by_piece = zip(self._pieces, k, v, strict=True)
-        return torch.cat(
-            [attend(q[:, piece], keys, values, causal(piece, len(self._order))) for piece, keys, values in by_piece]
-        )
+        batch, gathered = along(0, [len(q) // ranks] * ranks), whole(ranks)
+        tables = [Given(torch.stack([table[piece] for piece in self._pieces]), STACKED) for table in (cos, sin)]
+        q, k = (on_ranks(apply_rope, batch, Given(operand, batch), *tables) for operand in (q, k))
+        k, v = (torch.cat(operand.chunk(ranks), _SEQUENCE)[:, self._order] for operand in (k, v))
+        masks = torch.stack([causal(piece, len(self._order)) for piece in self._pieces])
+        return on_ranks(attend, batch, Given(q, batch), Given(k, gathered), Given(v, gathered), Given(masks, STACKED))
 
 
 def causal(mine: Tensor, total: int) -> Tensor:
@@ -101,12 +100,11 @@ def apply_cp(model: Llama, case: Case, mesh: DeviceMesh, device: torch.device) -
     return context
 
 
-def stand_for_all(model: Llama, case: Case, world: World) -> OfAllRanks:
+def stand_for_all(model: Llama, world: World) -> OfAllRanks:
     """Let the model compute what all ranks of context parallelism do that this one stands for."""
-    pieces = positions_of_ranks(world.stands_for, case.train.seq_len)
-    context = OfAllRanks(pieces, world.device)
+    context = OfAllRanks(world.plays.positions, world.device)
     _attend_with(model, context)
-    use_pieces(model, len(pieces))
+    use_pieces(model, len(world.plays.positions))
     return context
 
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 from harness.matrix.case import Case
-from harness.matrix.dims.pp import modules_of_stage, stage_count, stages_of
+from harness.matrix.dims.pp import ends_are_one, modules_of_stage, stage_count, stages_of
 from harness.worker.targets.reference.loss import Batch
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
@@ -117,7 +117,7 @@ class Pipeline:
 
 def in_copies(case: Case, world: World) -> bool:
     """Return True if ends are tied by copies: in a pipeline, and on the single rank that is its reference."""
-    return case.model.tied and case.layout.pp * world.stands_for.pp > 1
+    return world.plays.copied_ends or (case.model.tied and not ends_are_one(case))
 
 
 class CopiedEnds:

@@ -286,6 +286,8 @@ config.model_spec = model_registry("debugmodel", converters=[MXFP8LinearConverte
     [
         ("model = MXFP8Linear(128, 256, wgrad_with_hp=True)", ("mxfp8_with_gw_hp", "module", False)),
         (TITAN_MXFP8, ("mxfp8", "module", False)),
+        ("linear = Float8BlockwiseLinear.from_float(linear)", ("blockwise", "module", False)),
+        ("quantize_(model, Float8BlockwiseLinearConfig())", ("blockwise", "module", False)),
         (WRAPPED.format("wgrad_with_hp=False"), ("mxfp8", "wrapper", False)),
         (WRAPPED.format("scale_calculation_mode=ScaleCalculationMode.FLOOR"), ("mxfp8_floor", "wrapper", False)),
         (RECIPE.format("MXFP8_RCEIL"), ("mxfp8", "wrapper", False)),
@@ -294,7 +296,7 @@ config.model_spec = model_registry("debugmodel", converters=[MXFP8LinearConverte
         (f"{TITAN_MXFP8}quantize_(model, config)\nparallelize_module(model, mesh, plan)", ("mxfp8", "module", False)),
     ],
 )
-def test_mxfp8(given: str, expected: tuple[str, str, bool]) -> None:
+def test_scaled_blocks(given: str, expected: tuple[str, str, bool]) -> None:
     float8 = configured_case(given, where="train.py").float8
     assert (float8.recipe, float8.conversion, float8.convert_after_tp) == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from harness.plugins.exec.worker.derive import derive
 from harness.plugins.exec.worker.lineup import joined, put
 
 
@@ -33,3 +34,9 @@ def test_tensors_are_put_where_they_were() -> None:
     args, kwargs = put(given, [torch.ones(2), None])
     assert args[0].tolist() == [1, 1] and args[1] == "name"
     assert kwargs["labels"].tolist() == [0] and kwargs["scale"] == 2
+
+
+def test_muon_is_the_optimizer_though_adamw_updates_the_rest() -> None:
+    linear = torch.nn.Linear(16, 16)
+    optimizers = [torch.optim.AdamW([linear.bias]), torch.optim.Muon([linear.weight])]
+    assert derive(torch.nn.Sequential(linear), optimizers, 2).train.optimizer == "muon"

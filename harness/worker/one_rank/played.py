@@ -1,4 +1,4 @@
-"""One rank that trains for several data-parallel ranks, one after another, and sums gradients in their order.
+"""One rank that plays the data-parallel ranks of a case, one after another, and sums gradients in their order.
 
 FSDP2 on one rank would add up the gradients of all microbatches in the order in which it meets them. Ranks first
 accumulate those of their own, then sum over shards, then over replicas, and round each of these sums to the reduce
@@ -12,14 +12,10 @@ alone, and so does the gradient of the token; its weight gradient is a sum over 
 the passes of single ranks leave it out, and when all ranks of a group are through, the experts run once more on what
 all of them were given, and on the gradients of what they returned.
 
-A forward pass is for all ranks of context parallelism that share its sequences, whose modules with weights compute one
-piece after the other (`in_pieces.py`).
-
 The tokens of a forward pass tell which rank it is for. Where the model is not called as a whole, all of them count
 as the first rank's, and gradients are summed in another order.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -33,14 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
-from harness.matrix.layout import positions_of_ranks
+from harness.matrix.dims.dimension import Played
 from harness.matrix.linears import expert_fqns
 from harness.worker.probes.discovery import Rows, rows_of_pieces
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.targets.in_pieces import take_grads, uses_of_weights
 from harness.worker.targets.target import StepResult, Target
 from harness.worker.tensors.names import clean_fqn
-from harness.worker.tensors.reduction import WIDE, summed
+from harness.worker.tensors.ranks import Sum
 
 Tensor = torch.Tensor
 
@@ -80,17 +76,17 @@ class _Call(NamedTuple):
 
     rows: Tensor
     counts: Tensor
-    tp_ranks: Tensor  # that send each row
+    senders: Tensor  # of each row: the ranks that have parts of the sequence between matmuls
     gradient: list[Tensor]  # one, when backward is through
     asked: dict[Any, bool]  # of FSDP2's reduction
 
 
-class ExpertsOfRanks:
+class _Experts:
     """Within it, every backward pass of the last rank of a group computes the weight gradients of experts of all."""
 
-    def __init__(self, model: nn.Module, syncing: GradientSync, case: Case) -> None:
-        self._group = case.layout.dp_in_ep
-        self._tp, self._positions = case.layout.tp, case.train.seq_len
+    def __init__(self, model: nn.Module, syncing: GradientSync, case: Case, plays: Played) -> None:
+        self._group = plays.sharing_experts
+        self._senders, self._positions = plays.products, case.train.seq_len
         self._syncing = syncing
         fqns = expert_fqns(case.model)
         modules = {clean_fqn(name): module for name, module in model.named_modules()}
@@ -102,7 +98,7 @@ class ExpertsOfRanks:
         self._stock = torch.autograd.backward
         for fqn, module in zip(fqns, self._experts, strict=True):
             router = modules[f"{fqn.rpartition('.')[0]}.router"]
-            router.register_forward_hook(functools.partial(self._routed, module))
+            router.register_forward_hook(partial(self._routed, module))
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after)
 
@@ -136,11 +132,11 @@ class ExpertsOfRanks:
     def _routed(self, experts: nn.Module, _: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> None:
         self._chosen[experts] = output[1]
 
-    def _tp_ranks(self, module: nn.Module) -> Tensor:
-        """Return which TP rank sends each row: the one that has the token's part of the sequence."""
+    def _senders_of(self, module: nn.Module) -> Tensor:
+        """Return which rank sends each row: the one that has the token's part of the sequence."""
         chosen = self._chosen[module]
         tokens = chosen.flatten().argsort(stable=True) // chosen.size(1)
-        return tokens % self._positions * self._tp // self._positions
+        return tokens % self._positions * self._senders // self._positions
 
     def _before(self, module: nn.Module, args: tuple[Tensor, Tensor]) -> None:
         if not PROCESS.computes_for_all and not PROCESS.evaluating:
@@ -154,15 +150,15 @@ class ExpertsOfRanks:
             param.requires_grad_(True)
         if results.requires_grad and not in_backward():
             rows, counts = args
-            call = _Call(rows.detach(), counts, self._tp_ranks(module), [], dict(self._syncing.asked))
+            call = _Call(rows.detach(), counts, self._senders_of(module), [], dict(self._syncing.asked))
             results.register_hook(lambda gradient: call.gradient.append(gradient.detach()))
             self._calls[self._microbatch][self._experts.index(module)].append(call)
 
     def _order(self, calls: list[_Call]) -> Tensor:
         """Of the rows of all these calls: by expert, then by the rank that sends them."""
         experts = [torch.arange(len(call.counts)).repeat_interleave(call.counts) for call in calls]
-        sources = [call.tp_ranks + at * self._tp for at, call in enumerate(calls)]
-        return (torch.cat(experts) * len(calls) * self._tp + torch.cat(sources)).argsort(stable=True)
+        sources = [call.senders + at * self._senders for at, call in enumerate(calls)]
+        return (torch.cat(experts) * len(calls) * self._senders + torch.cat(sources)).argsort(stable=True)
 
     def _add_weight_gradients(self) -> None:
         for number, of_experts in enumerate(self._calls):
@@ -178,24 +174,25 @@ class ExpertsOfRanks:
         self._calls, self._last = [], False
 
 
-class SequentialRanks:
+class PlayedRanks:
     """A target whose `step` gets the microbatches of all data-parallel ranks of a case, in rank order."""
 
-    def __init__(self, target: Target, case: Case) -> None:
+    def __init__(self, target: Target, case: Case, plays: Played) -> None:
         self.model = target.model
         self._target = target
-        self._shards = case.layout.dp_shard
+        self._shards = plays.shards
         self._microbatches_per_rank = case.train.accumulation
-        self._cp = case.layout.cp
-        self._rows = partial(rows_of_pieces, positions_of_ranks(case.layout, case.train.seq_len))
+        self._sharing = len(plays.positions)
+        self._rows = partial(rows_of_pieces, plays.positions)
         self._in_pieces = uses_of_weights(target.model)
         self._rank = 0  # the first of those that share the sequences
         self._batches: Sequence[Rows] = ()  # of each rank, or of those that share sequences
-        self._sums: dict[nn.Parameter, list[_Sum]] = {}  # one for every reduction of a step
+        self._sums: dict[nn.Parameter, list[Sum]] = {}  # one for every reduction of a step
         self._reduced: Counter[nn.Parameter] = Counter()  # how often in this turn
         self._flat = torch.empty(0)  # what FSDP2 has reduced and not yet added to gradients
         self._syncing = GradientSync()
-        self._experts = ExpertsOfRanks(self.model, self._syncing, case) if case.layout.ep > 1 else None
+        at_once = case.model.experts and plays.sharing_experts * plays.products > 1
+        self._experts = _Experts(self.model, self._syncing, case, plays) if at_once else None
         self.model.register_forward_pre_hook(self._follow_inputs, with_kwargs=True)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -227,7 +224,7 @@ class SequentialRanks:
                 seen = leaf.detach().cpu().long().numpy()
                 batch_numbers = [number for number, batch in enumerate(self._batches) if batch.are_in(seen)]
                 if len(batch_numbers) == 1:
-                    rank = batch_numbers[0] * self._cp
+                    rank = batch_numbers[0] * self._sharing
                     if rank > self._rank:
                         self._reduced.clear()
                         self._rank = rank
@@ -252,7 +249,7 @@ class SequentialRanks:
         part, self._flat = self._flat.split([local.numel(), self._flat.numel() - local.numel()])
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
-            sums.append(_Sum(part.dtype))
+            sums.append(Sum(part.dtype))
         uses = self._in_pieces.get(id(param))  # one gradient for each of the ranks that share the sequences
         rank_grads = take_grads(uses, part.dtype) if uses else [part.view(local.shape)]
         for number, rank_grad in enumerate(rank_grads):
@@ -262,22 +259,3 @@ class SequentialRanks:
         local.copy_(first.value)
         for other in others:
             local += other.value.to(local.dtype)
-
-
-class _Sum:
-    """One reduction: what the ranks of every replica add up, rounded to `dtype`; and then the replicas."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._replicas: dict[int, torch.Tensor] = {}
-
-    def add(self, grad: torch.Tensor, replica: int) -> None:
-        part = grad.detach().to(self._dtype).to(WIDE.get(self._dtype, self._dtype))
-        if replica in self._replicas:
-            self._replicas[replica] += part
-        else:
-            self._replicas[replica] = part.clone()
-
-    @property
-    def value(self) -> torch.Tensor:
-        return summed(total.to(self._dtype) for total in self._replicas.values())
