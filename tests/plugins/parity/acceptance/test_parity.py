@@ -77,7 +77,7 @@ LOOPS = {
     "Divided": ("fsdp2", "divided by the number of ranks once too often"),
     "SomeLabels": ("fsdp2", "a mean over the labels of each rank or microbatch, of which the target leaves some out"),
     "OwnLabels": ("fsdp2", "a mean over the labels of each rank or microbatch, not over all; labels per rank: 104, 40"),
-    "ShardNorm": ("fsdp2", "ranks clip by other norms"),
+    "ShardNorm": ("fsdp2", "ranks clip by different norms"),
     "OneRankSteps": ("fsdp2", "the ranks hold|no optimizer updates"),
     "NormOfOwnTokens": ("tp2", "not reduced over tp"),
 }
