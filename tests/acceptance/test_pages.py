@@ -42,7 +42,15 @@ WALKED = {
 }
 HERE = ("concepts.md", "tolerances.md", "ci.md", "versions.md", "plugins/release.md", "plugins/predict.md")
 # Commands that need a cluster, a container or real ranks: understood, and run by tests of their own.
-ELSEWHERE = ("exec.md", "platforms.md", "on-a-cluster.md", "plugins/parity.md", "for-torchtitan.md", "for-torchao.md")
+ELSEWHERE = (
+    "exec.md",
+    "platforms.md",
+    "on-a-cluster.md",
+    "plugins/parity.md",
+    "plugins/independence.md",
+    "for-torchtitan.md",
+    "for-torchao.md",
+)
 BY_NIGHT = ("index.md", "your-own-trainer.md", "plugins/bugs.md")  # walked by tests with the mark `sweep`
 
 # Commands that are understood only, and why they are not run here.

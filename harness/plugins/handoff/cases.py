@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from harness.checks.catalogue import by_cause
 from harness.errors import HarnessError
+from harness.hints import run_cases
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, values_of
 from harness.matrix.numerics import drifts, sums_in_order
@@ -80,7 +81,7 @@ def _called(executor: Executor, plan: Plan, case: Case, ranks: int, arguments: t
     what = "ranks were stopped" if outcome is None else outcome.message
     lines = first.traceback.splitlines() if first else []
     own = [line for line in lines if line.startswith('  File "/') and not _OTHERS.search(line)]
-    fix = f"correct {own[-1].strip().removeprefix('File ')}." if own else f"run it: `fp8-harness run {case_id(case)}`."
+    fix = f"correct {own[-1].strip().removeprefix('File ')}." if own else f"run it: `{run_cases(case_id(case))}`."
     fix = f"correct {arguments[2]}." if arguments[2] and not own else fix
     raise HarnessError(f"{what.rstrip('.')}.", where=case_id(case), fix=fix)
 
