@@ -11,6 +11,8 @@ from fp8_harness import assert_handoff
 from harness.plugins.handoff.library import judge
 from tests.plugins.handoff.trainers import FORMATS, LAYOUTS, handed_off, weights
 
+pytestmark = pytest.mark.sweep  # other tests hand off one clean state of each kind in every run
+
 Made = dict[str, dict[str, Any]]
 
 
