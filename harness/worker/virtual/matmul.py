@@ -23,9 +23,11 @@ def _in_float64(name: str) -> Callable[..., torch.Tensor]:
     stock = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def kernel(*operands: torch.Tensor, **scalars: Any) -> torch.Tensor:
-        wide = _wide(operands)
-        result: torch.Tensor = stock.call_boxed(_CPU, *(wide or operands), **scalars)
-        return result.to(torch.bfloat16) if wide else result
+        if not _in_bfloat16(operands):
+            computed: torch.Tensor = stock.call_boxed(_CPU, *operands, **scalars)
+            return computed
+        wide: torch.Tensor = stock.call_boxed(_CPU, *(operand.double() for operand in operands), **scalars)
+        return wide.to(torch.bfloat16)
 
     return kernel
 
@@ -35,7 +37,7 @@ def _into(name: str) -> Callable[..., torch.Tensor]:
     kernel, stock = _in_float64(name), torch.library.get_kernel(f"aten::{name}.out", "CPU")
 
     def with_out(*operands: torch.Tensor, out: torch.Tensor, **scalars: Any) -> torch.Tensor:
-        if out.dtype != torch.bfloat16 or not _wide(operands):
+        if not _in_bfloat16((*operands, out)):
             stock.call_boxed(_CPU, *operands, out=out, **scalars)
             return out
         result = kernel(*operands, **scalars)
@@ -44,8 +46,5 @@ def _into(name: str) -> Callable[..., torch.Tensor]:
     return with_out
 
 
-def _wide(operands: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Return the operands in float64 if all are bfloat16, else nothing."""
-    if all(operand.dtype == torch.bfloat16 for operand in operands):
-        return [operand.to(torch.float64) for operand in operands]
-    return []
+def _in_bfloat16(tensors: tuple[torch.Tensor, ...]) -> bool:
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)

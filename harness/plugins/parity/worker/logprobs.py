@@ -14,9 +14,7 @@ from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.targets.data import batch_slice, global_tokens
-from harness.worker.tensors.names import is_compiled
-
-_IN_PIECES = ".harness_in_pieces"  # then the module around it is called once (`targets/in_pieces.py`)
+from harness.worker.tensors.names import IN_PIECES, is_compiled
 
 
 class LogprobProbe(Probe):
@@ -29,7 +27,7 @@ class LogprobProbe(Probe):
             pieces = positions_of_ranks(layout, train.seq_len)
             self._pieces = pieces[dp_rank(layout, rank) % len(pieces) :][:1]
         else:
-            self._pieces = tuple(piece or tuple(range(train.seq_len)) for piece in plays.positions)
+            self._pieces = plays.positions
         mine = slice(0, train.global_batch) if plays else batch_slice(case, batch_of(layout, rank))
         self._first = mine.start
         self._labels = torch.from_numpy(global_tokens(case)[-1, mine, 1:])
@@ -38,7 +36,8 @@ class LogprobProbe(Probe):
     def attach(self, model: nn.Module) -> None:
         widths = (self._case.model.vocab_size, self._case.model.padded_vocab_size)
         linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-        names = [name.removesuffix(_IN_PIECES) for name, linear in linears if linear.out_features in widths]
+        # The module around one that computes in pieces is called once.
+        names = [name.removesuffix(f".{IN_PIECES}") for name, linear in linears if linear.out_features in widths]
         for name in names[-1:]:
             if "_orig_mod." not in name and not is_compiled(model):  # a hook would be compiled with it
                 model.get_submodule(name).register_forward_hook(self._read)
