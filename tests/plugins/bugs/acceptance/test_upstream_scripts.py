@@ -13,7 +13,7 @@ from harness.project import find_project
 from tests.plugins.bugs.patched import patched_environment, with_fix
 
 ROOT = find_project().root
-QUICK = ("cast_config_shared", "float8_weight_unflatten", "float8_all_gather_power_of_two")
+QUICK = ("cast_config_shared",)
 RECORDS = [
     pytest.param(record, id=record.name, marks=() if record.name in QUICK else pytest.mark.sweep)
     for record in read_records(find_project())

@@ -242,10 +242,11 @@ def test_no_traceback_shows_what_stands_for_a_gpu(done: Done) -> None:
 @pytest.mark.parametrize(
     ("option", "text", "told"),
     [
-        (
+        pytest.param(
             "--timeout=15",
             "import time\nwhile dist.get_rank():\n    time.sleep(0.1)",
             "rank 0 at train.py:7 in all_reduce; ",
+            marks=pytest.mark.sweep,  # it waits that long
         ),
         (
             "--memory-per-rank=0.8",

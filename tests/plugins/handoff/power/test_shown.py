@@ -17,7 +17,6 @@ from harness.plugins.handoff.library import Also, judge
 from harness.plugins.handoff.worker.cases import build
 from harness.plugins.handoff.worker.export import export, load
 from tests.plugins.handoff.trainers import weights
-from tests.worker.runs import sweep
 
 PAGE = (Path(__file__).parents[4] / "docs/plugins/handoff.md").read_text()
 NAMES = [name for name, form in FORMATS.items() if form.dtype]
@@ -33,7 +32,8 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-@pytest.mark.parametrize("case_id", [CASES[0], *map(sweep, CASES[1:])])
+@pytest.mark.sweep  # thirteen seconds each
+@pytest.mark.parametrize("case_id", CASES)
 def test_every_format_is_handed_off_from_four_layouts(case_id: str, fp8_ranks: Callable[..., list[Any]]) -> None:
     case = parse_case_id(case_id)
     given = case_id, NAMES, "", []
