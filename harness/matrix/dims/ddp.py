@@ -28,7 +28,7 @@ def buckets(case: Case, *, age: int) -> tuple[int, ...]:
 
 
 def has_static_graph(case: Case) -> bool:
-    """Return True if DDP is told that every step computes the same graph: no microbatch of it goes unreduced."""
+    """Return True if DDP is told that every step computes the same graph; under `no_sync` it fails (pytorch#143580)."""
     return case.train.accumulation == 1
 
 
