@@ -28,7 +28,6 @@ NOT_DRAFTED = {
     "torchtitan-0-3-async-tp-fuses-nothing": "needs torchtitan 0.3 and torch 2.14",
     "inductor-casts-by-the-local-amax": "pytorch#185509, mended in torch 2.14; no small program shows it",
     "mxfp8-matmul-of-shards": "pytorch#191992",
-    "blockwise-scales-of-columns": "its operators are defined where Triton is installed",
     "mxfp8-floor-has-no-sharding-rule": "its operator exists on an SM 10.0 GPU only",
     "mxfp8-wrapper-inside-of-dtensor": "ao#4010 mends it",
     "mxfp8-wrapper-drops-the-bias": "ao#4846, ao#4847 mends it",
