@@ -37,6 +37,8 @@ _HOMES: Mapping[str, str] = {
     "dev independence": "independence",
     "dev mutate": "faults",
     "dev tier": "tiers",
+    "--launcher ray": "launchers",
+    "--launcher torchrun": "launchers",
     "fault:": "faults",
     "torchtitan_0_3": "torchtitan",
     "bug files": "bugs",
@@ -176,6 +178,11 @@ def answer(question: str, *, where: str) -> Any:
     for found in answers(question):
         return found
     raise needed(question, where=where)
+
+
+def launcher(kind: str) -> Any:
+    """Return what starts ranks otherwise than the fork server: the module for `ray`, the engine for `torchrun`."""
+    return answer(f"--launcher {kind}", where=f"--launcher {kind}")
 
 
 def needed(name: str, *, where: str) -> HarnessError:

@@ -34,6 +34,11 @@ USERS = {
     "gpu": (("dev", "evidence", "--list"),),
     "handoff": (("handoff", "trainer.safetensors", "exported"),),
     "independence": (("dev", "independence"),),
+    "launchers": (
+        ("run", "smoke", "--launcher", "ray", "--address", "127.0.0.1:1"),
+        ("run", "smoke", "--launcher", "torchrun"),
+        ("baseline", "update", "smoke", "--reason", "x", "--dry-run", "-o", "launcher=ray"),
+    ),
     "parity": (("parity", "single-bf16-v2048-b16"),),
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
     "release": (("compare", "last~1", "last"),),

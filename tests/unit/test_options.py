@@ -168,6 +168,7 @@ def test_deadline_grows_with_the_case() -> None:
     assert plan.deadline_s(compiled[0]) < plan.deadline_s(compiled[1]) < plan.deadline_s(compiled[2])
 
 
+@pytest.mark.plugin("launchers")
 def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my patch.py").write_text("def apply(): ...\n")
     monkeypatch.chdir(tmp_path)
