@@ -25,6 +25,7 @@ GROUP = "fp8_harness"  # of entry points
 
 # What plug-ins of the harness add, for the error where one was removed. A test compares it with what they declare.
 _HOMES: Mapping[str, str] = {
+    "baseline": "baseline",
     "bug": "bugs",
     "check-target": "check_target",
     "exec": "exec",

@@ -20,6 +20,7 @@ CAPTURED: dict[str, Any] = {"capture_output": True, "text": True}
 PLUGINS = [plugin.name for plugin in plugins()]
 # What needs each plug-in, as commands.
 USERS = {
+    "baseline": (("baseline", "show"), ("baseline", "update", "smoke", "--reason", "x")),
     "bugs": (("bug", "list"), ("list", "bugs"), ("new", "--id", "--from", "--parallelism.tensor_parallel_degree 2")),
     "check_target": (("check-target", "my_pkg.my_target"),),
     "conformance": (("dev", "conformance", "--list"),),
@@ -113,6 +114,7 @@ def test_without_a_plugin_lint_unit_tests_and_smoke_pass(name: str, tmp_path: Pa
     folder = without(
         name,
         tmp_path,
+        "fp8_harness",
         ".github",
         "tests",
         "docs",
