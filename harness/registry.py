@@ -25,6 +25,7 @@ GROUP = "fp8_harness"  # of entry points
 
 # What plug-ins of the harness add, for the error where one was removed. A test compares it with what they declare.
 _HOMES: Mapping[str, str] = {
+    "baseline": "baseline",
     "bug": "bugs",
     "check-target": "check_target",
     "exec": "exec",
@@ -37,6 +38,8 @@ _HOMES: Mapping[str, str] = {
     "dev independence": "independence",
     "dev mutate": "faults",
     "dev tier": "tiers",
+    "--launcher ray": "launchers",
+    "--launcher torchrun": "launchers",
     "fault:": "faults",
     "torchtitan_0_3": "torchtitan",
     "bug files": "bugs",
@@ -176,6 +179,11 @@ def answer(question: str, *, where: str) -> Any:
     for found in answers(question):
         return found
     raise needed(question, where=where)
+
+
+def launcher(kind: str) -> Any:
+    """Return what starts ranks otherwise than the fork server: the module for `ray`, the engine for `torchrun`."""
+    return answer(f"--launcher {kind}", where=f"--launcher {kind}")
 
 
 def needed(name: str, *, where: str) -> HarnessError:

@@ -16,6 +16,7 @@ import msgspec
 from harness.declared import Declaration, Declares, declared
 
 LauncherKind = Literal["fork", "torchrun", "ray"]
+AUTO = "auto"  # the cluster that RAY_ADDRESS names, or that this machine is a node of
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 _NOT_GIVEN: tuple[object, ...] = (None, (), "")

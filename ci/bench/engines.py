@@ -22,9 +22,9 @@ from harness.engine.hardware import capacity_here
 from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.engine.node import LocalNode
-from harness.engine.torchrun import TorchrunEngine
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.caseid import case_id
+from harness.plugins.launchers.torchrun import TorchrunEngine
 from harness.request import RunRequest
 
 PROGRAM = "harness.worker.main"

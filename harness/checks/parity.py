@@ -82,10 +82,12 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     sides = _Sides(run, solo, found, expected)
     initial = _tensors(sides, 1, "initial", rounded)
     every_step = [*initial, *_missing(found, expected), *replicas(case, run, expected), *_batches(case, run, solo)]
+    floor = rounding_floor(case, tolerance)
+    unseen = floor if _is_derived(tolerance) else 0.0
     for step in range(1, case.train.steps + 1):
         allowed = allowed_distance(case, tolerance, step)
         findings = [
-            *_tensors(sides, step, "grad", allowed, rounding_floor(case, tolerance)),
+            *_tensors(sides, step, "grad", allowed, floor, unseen),
             *_reported_numbers(case, run, solo, step, allowed),
         ]
         if findings:
@@ -196,8 +198,11 @@ def rounding_floor(case: Case, tolerance: Tolerance | None = None) -> float:
     # Elsewhere only gradients are summed in another order.
     drifting = case.layout.tp > 1 or case.compile == "inductor" or clips_by_a_rounded_norm(case)
     floor = Limit(f"parity.cancelled_{case.train.dtype if drifting else case.wide_dtype}")
-    is_derived = tolerance is not None and tolerance.derived and tolerance.key not in OF_EVERY_MODEL
-    return max(floor, Limit(IGNORED)) if drifting and is_derived and case.float8.enabled else floor
+    return max(floor, Limit(IGNORED)) if drifting and _is_derived(tolerance) and case.float8.enabled else floor
+
+
+def _is_derived(tolerance: Tolerance | None) -> bool:
+    return tolerance is not None and tolerance.derived and tolerance.key not in OF_EVERY_MODEL
 
 
 def _distances(found: Tensors, expected: Tensors, step: int, kind: str, ignored: float) -> dict[SketchKey, float]:
@@ -219,18 +224,31 @@ _TENSORS: Mapping[str, tuple[Rule, str]] = {
 }
 
 
-def _tensors(sides: _Sides, step: int, kind: str, allowed: float, ignored: float = 0.0) -> list[Finding]:
-    """Return the finding about what is further away than allowed, with the ranks whose own part is, if they show."""
+def _tensors(
+    sides: _Sides, step: int, kind: str, allowed: float, ignored: float = 0.0, unseen: float = 0.0
+) -> list[Finding]:
+    """Return the finding about what is further away than allowed, with the ranks whose own part is, if they show.
+
+    `unseen`: the share of the norm of all tensors that each may be off besides, because the runs that `allowed` comes
+    from ignore it: in bfloat16 attention rounds a gradient of queries or keys by as much, which is small where
+    attention is even. The error has rank one, and a sketch may take that for twice as large.
+    """
     rule, noun = _TENSORS[kind]
     distances = _distances(sides.found, sides.expected, step, kind, ignored)
     if not distances:
         return [NOTHING_COMPARED.finding(noun=noun, step=step or None)]
-    compared = (Compared(rule, step, distance, allowed, key.fqn, of=key) for key, distance in distances.items())
+    besides = unseen and unseen * math.hypot(*(sides.expected[key].norm for key in distances))
+
+    def limit(key: SketchKey) -> float:
+        norm = sides.expected[key].norm
+        return allowed + besides / norm if norm else allowed
+
+    compared = (Compared(rule, step, distance, limit(key), key.fqn, of=key) for key, distance in distances.items())
     wrong = first_wrong(compared, worst=True)
     if wrong is None:
         return []
     key, several = wrong.told.of, len(sides.run.traces) > 1
-    ranks = assembly.wrong_ranks(sides.run.traces, sides.solo.traces, key, allowed) if several else []
+    ranks = assembly.wrong_ranks(sides.run.traces, sides.solo.traces, key, wrong.told.allowed) if several else []
     norms = sides.found[key].norm, sides.expected[key].norm
     return [wrong.finding(sides.run, ranks, noun=noun, norm=norms[0], reference=norms[1])]
 

@@ -33,7 +33,6 @@ _SECTIONS = {
     "Predict": {},
     "Install": {"constraints": "harness.cli.environments:constraints_command"},
     "Maintain": {
-        "baseline": "harness.cli.baseline:baseline",
         "runs": "harness.cli.show:runs",
         "dev": "harness.cli.options:dev",
     },

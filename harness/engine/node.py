@@ -46,7 +46,7 @@ class RunsShares(Protocol):
 
 
 class Runner(RunsShares, Protocol):
-    """Starts ranks on this machine: `ForkServerEngine`, `TorchrunEngine`."""
+    """Starts ranks on this machine: `ForkServerEngine`, or the torchrun of a plug-in."""
 
     def warm(self) -> None:
         """Warm up, so that ranks start at once. `run` reports a failure to do so."""

@@ -1,7 +1,7 @@
 """How a job ended, from how its ranks ended: which failure came first, which it caused, and whether it is tried again.
 
-Functions on values: `supervisor.py` and `torchrun.py` watch the processes. Every run of ranks comes through
-`run_with_retries`, whatever asks for it, which tries again what the machine ended.
+Functions on values: `supervisor.py`, or the torchrun of a plug-in, watches the processes. Every run of ranks comes
+through `run_with_retries`, whatever asks for it, which tries again what the machine ended.
 
 What ranks did themselves is never tried again until it passes. A fork server serves several jobs, and its death ends
 all of them: each is tried again on its own fork server, so that a job which kills its server does not harm others.

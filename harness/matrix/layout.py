@@ -52,8 +52,8 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
         return ranks_of(self.mesh, DP_AXES)
 
     @property
-    def is_ddp(self) -> bool:
-        """Return True if ranks have whole replicas of all parameters, and add up gradients alone."""
+    def has_whole_replicas(self) -> bool:
+        """Return True if data-parallel ranks have all parameters."""
         return self.dp_replicate > 1 and self.dp_shard == 1
 
     @property
@@ -89,6 +89,12 @@ class Layout(Mesh, frozen=True, kw_only=True):
     backward, `always` or `never`. With `default` it keeps those of the last unit, with which backward begins.
     """
 
+    replicas: Literal["ddp", "replicate"] = _axis(
+        "what adds up gradients of replicas without shards: DistributedDataParallel, or torch's composable replicate",
+        number("replicate{dp_replicate}", "replicate2", "composable replicate over {0} ranks", replicas="replicate"),
+        needs=("dp_replicate",),
+        unset="ddp",
+    )
     async_tp: bool = _axis(
         "fuse the collectives of TP with matmuls; needs compile",
         number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
@@ -156,6 +162,11 @@ class Layout(Mesh, frozen=True, kw_only=True):
     )
 
     @property
+    def is_ddp(self) -> bool:
+        """Return True if DistributedDataParallel has whole replicas of all parameters, and adds up gradients alone."""
+        return self.has_whole_replicas and self.replicas == "ddp"
+
+    @property
     def meshes(self) -> tuple[dict[str, int], ...]:
         """Return the mesh, and the same ranks as they share sequences and the weights of experts.
 
@@ -202,6 +213,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "schedule", "1f1b")
         if self.cp == 1:
             msgspec.structs.force_setattr(self, "sequence_order", "headtail")
+        if not self.has_whole_replicas:
+            msgspec.structs.force_setattr(self, "replicas", "ddp")
         if not self.async_tp:
             msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
 

@@ -22,6 +22,7 @@ _LAYOUTS: Mapping[str, Axes] = {
     "FSDP2": {"dp_shard": 2},
     "HSDP": {"dp_shard": 2, "dp_replicate": 2},
     "DDP": {"dp_replicate": 2},
+    "replicate": {"dp_replicate": 2, "replicas": "replicate"},
     "TP": {"tp": 2},
     "async TP": {"tp": 2, "async_tp": True, "compile": "graph"},
     "FSDP2 + TP": {"dp_shard": 2, "tp": 2},

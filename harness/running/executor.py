@@ -15,12 +15,10 @@ from harness.engine.hardware import open_leases
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.node import LocalNode, Runner
 from harness.engine.processes import StoreProcess
-from harness.engine.ray_cluster import open_nodes, own_address
-from harness.engine.torchrun import TorchrunEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project, builds_folder
-from harness.registry import REFERENCE
+from harness.registry import REFERENCE, launcher
 from harness.request import CALL, CallRequest, RunRequest
 from harness.running.identity import own_source_digest, search_path
 from harness.running.plan import Injection, Plan
@@ -118,8 +116,9 @@ def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = la
     here, which may wait for other runs: `note` tells the user.
     """
     if plan.launcher == "ray":
-        nodes = open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
-        store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
+        ray = launcher("ray")
+        nodes = ray.open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
+        store = StoreProcess(RENDEZVOUS_PROGRAM, ray.own_address(plan.address))
         return Executor(plan, Cluster(nodes, store, note), project.root)
     return Executor(plan, Cluster([local_node(plan, project, note)], note=note), project.root)
 
@@ -130,7 +129,8 @@ def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> Loc
 
     def launch(preload: Mapping[str, str]) -> Runner:
         if plan.launcher == "torchrun":
-            return TorchrunEngine(plan.program, preload)
+            engine: Runner = launcher("torchrun")(plan.program, preload)
+            return engine
         return ForkServerEngine(plan.program, preload, note=once)
 
     here = plan.capacity.nodes[0]

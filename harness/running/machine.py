@@ -20,13 +20,13 @@ import msgspec
 from harness.engine.hardware import Capacity, Device, NodeCapacity, capacity_here, cuda_devices
 from harness.engine.linux import MACHINES, foreign_system, read_text, refused_call
 from harness.engine.processes import child_environ, module_command
-from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.errors import HarnessError
 from harness.evidence.verified import provable_levels
 from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
 from harness.matrix.case import Case
 from harness.matrix.rules import Capability, GpuFacts, unmet_needs
+from harness.registry import launcher
 from harness.request import Arithmetic, Backend, default_arithmetic
 from harness.run_options import PlanOptions
 from harness.running.environments import last_line
@@ -271,7 +271,7 @@ def locate(asked: PlanOptions, cluster: str) -> Location:
 
 def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]:
     """Return the device that options force, and by which; None if --device auto may choose."""
-    has_gpus = cluster_device(cluster, "auto") == "cuda" if cluster else bool(cuda_devices())
+    has_gpus = _has_gpus(cluster)
     if asked.device == "cpu":
         return "cpu", "--device cpu"
     if asked.device == "cuda":
@@ -284,10 +284,14 @@ def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]
     return ("cpu", f"--backend {asked.backend}") if on_cpu else ("cuda", "")
 
 
+def _has_gpus(cluster: str) -> bool:
+    return bool(launcher("ray").has_gpus(cluster) if cluster else cuda_devices())
+
+
 def _usable_gpus(asked: PlanOptions, cluster: str) -> tuple[Side | None, str]:
     """Return the GPUs that ranks can train on; or why these are not used, which is empty without a GPU."""
     build = torch_build()
-    if cluster_device(cluster, "auto") == "cpu" if cluster else not cuda_devices():
+    if not _has_gpus(cluster):
         return None, not_nvidia(build) if build is not None and build.hip else ""
     try:
         gpus = _side("cuda", msgspec.structs.replace(asked, backend=None), cluster)
@@ -306,7 +310,7 @@ def _provable(capacity: Capacity) -> bool:
 def _side(device: Device, asked: PlanOptions, cluster: str) -> Side:
     backend = _resolve_backend(asked.backend or "auto", device)
     if cluster:
-        capacity = cluster_capacity(cluster, device, asked.slots)
+        capacity = launcher("ray").cluster_capacity(cluster, device, asked.slots)
     else:
         capacity = Capacity(nodes=(capacity_here(device, asked.slots),))
     return Side(

@@ -19,7 +19,6 @@ import msgspec
 
 from harness.checks.catalogue import MEASURED, probes_of
 from harness.engine.hardware import Capacity, Device
-from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
 from harness.evidence.golden import hardware_classes
 from harness.expect.expectations import Expectations
@@ -27,10 +26,10 @@ from harness.hints import run_cases
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
-from harness.registry import injections, is_offered, load, needed
+from harness.registry import injections, is_offered, launcher, load, needed
 from harness.request import Arithmetic, Backend, default_arithmetic, numerics_of
 from harness.result import Place
-from harness.run_options import CommandOptions, LauncherKind, PlanOptions, RunOptions, words_of
+from harness.run_options import AUTO, CommandOptions, LauncherKind, PlanOptions, RunOptions, words_of
 from harness.running.machine import BACKENDS, Choice, Obstacle, Side, Sides, check_ranks, locate, obstacle
 from harness.trace.record import Patch
 
@@ -321,6 +320,8 @@ def make_plan(**given: Any) -> Plan:
 
 def plan_without_ranks(asked: PlanOptions, program: str = DEFAULT_PROGRAM) -> Plan:
     """Return the plan of these options, where no package that ranks import need be installed."""
+    if asked.launcher not in (None, "fork"):
+        launcher(asked.launcher)
     cluster = (asked.address or AUTO) if asked.launcher == "ray" else ""
     location = msgspec.structs.asdict(locate(asked, cluster))
     side = msgspec.structs.asdict(location.pop("side"))

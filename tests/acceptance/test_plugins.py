@@ -20,6 +20,7 @@ CAPTURED: dict[str, Any] = {"capture_output": True, "text": True}
 PLUGINS = [plugin.name for plugin in plugins()]
 # What needs each plug-in, as commands.
 USERS = {
+    "baseline": (("baseline", "show"), ("baseline", "update", "smoke", "--reason", "x")),
     "bugs": (("bug", "list"), ("list", "bugs"), ("new", "--id", "--from", "--parallelism.tensor_parallel_degree 2")),
     "check_target": (("check-target", "my_pkg.my_target"),),
     "conformance": (("dev", "conformance", "--list"),),
@@ -34,6 +35,11 @@ USERS = {
     "gpu": (("dev", "evidence", "--list"),),
     "handoff": (("handoff", "trainer.safetensors", "exported"),),
     "independence": (("dev", "independence"),),
+    "launchers": (
+        ("run", "smoke", "--launcher", "ray", "--address", "127.0.0.1:1"),
+        ("run", "smoke", "--launcher", "torchrun"),
+        ("baseline", "update", "smoke", "--reason", "x", "--dry-run", "-o", "launcher=ray"),
+    ),
     "parity": (("parity", "single-bf16-v2048-b16"),),
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
     "release": (("compare", "last~1", "last"),),
@@ -108,6 +114,7 @@ def test_without_a_plugin_lint_unit_tests_and_smoke_pass(name: str, tmp_path: Pa
     folder = without(
         name,
         tmp_path,
+        "fp8_harness",
         ".github",
         "tests",
         "docs",

@@ -220,6 +220,7 @@ def test_full_disk_for_json_loses_nothing(common: Inside) -> None:
     assert len(read_run(stored)["cases"]) == 4
 
 
+@pytest.mark.plugin("launchers")
 def test_torchrun_engine_is_chosen(project: Inside) -> None:
     out = project.folder / "result.json"
     arguments = ("--select", "dp_shard=2", "--launcher", "torchrun", "--keep-logs", "logs", "--json", str(out))

@@ -155,6 +155,17 @@ def test_a_derived_tolerance_says_nothing_of_distances_that_its_own_runs_ignore(
         assert [finding.rule for finding in check_parity(case, off, witnesses)] == rules
 
 
+@pytest.mark.parametrize(("beyond", "broken"), [(0.5, []), (2.0, [GRADIENTS.name])])
+def test_what_derived_runs_ignore_is_allowed_besides_and_no_more(beyond: float, broken: list[str]) -> None:
+    """Where a gradient is as small as what they ignore, its distance has no cliff there."""
+    case, norm = make_case(tp=2, steps=2, dtype="bfloat16"), 2.0**-12
+    tolerance = replace(make_tolerance(*ALLOWED, name="parity", key="tiny-tensorwise-bfloat16"), derived=True)
+    off = run(grad_a_1=1.0, grad_b_1=norm * (2 + beyond * ALLOWED[0]))
+    for allowed, rules in ((tolerance, broken), (replace(tolerance, derived=False), [GRADIENTS.name])):
+        witnesses = make_witnesses(case, solo=solo(grad_a_1=1.0, grad_b_1=norm), parity_tolerance=allowed)
+        assert [finding.rule for finding in check_parity(case, off, witnesses)] == rules
+
+
 @pytest.mark.parametrize(
     ("tensor", "rule"), [("initial_b_1", INITIAL), ("grad_b_1", GRADIENTS), ("param_b_1", PARAMETERS)]
 )

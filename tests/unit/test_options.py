@@ -14,7 +14,6 @@ from click.shell_completion import ShellComplete
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cli.baseline_update import with_target_here
 from harness.cli.explain import options_markdown
 from harness.cli.main import app, main
 from harness.cli.options import plan_parameter
@@ -53,7 +52,15 @@ def test_every_option_of_run_is_listed_with_its_name_in_pytest_and_its_help() ->
             assert f"`{option.flag.split('/')[0]}" in page and option.help in page
 
 
-@pytest.mark.parametrize("words", ["run", "baseline update", "dev mutate", "predict measure"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run",
+        pytest.param("baseline update", marks=pytest.mark.plugin("baseline")),
+        pytest.param("dev mutate", marks=pytest.mark.plugin("faults")),
+        pytest.param("predict measure", marks=pytest.mark.plugin("predict")),
+    ],
+)
 def test_every_command_that_runs_cases_has_the_options_of_how(words: str) -> None:
     command = understood(f"fp8-harness {words}").command
     has = {parameter.name for parameter in command.params}
@@ -168,6 +175,7 @@ def test_deadline_grows_with_the_case() -> None:
     assert plan.deadline_s(compiled[0]) < plan.deadline_s(compiled[1]) < plan.deadline_s(compiled[2])
 
 
+@pytest.mark.plugin("launchers")
 def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my patch.py").write_text("def apply(): ...\n")
     monkeypatch.chdir(tmp_path)
@@ -307,18 +315,6 @@ def test_cells_that_rules_exclude_are_told(project: Project) -> None:
     (project.cases / "mine.toml").write_text(f'[[matrix]]\nname = "m"\nbase = {{heads = 1, kv_heads = 1}}\n{axes}')
     assert excluded_cells(project, Query(sources=("mine",))) == "1 cell excluded: heads_divide_tp"
     assert excluded_cells(project, Query(sources=("tp2-bf16-v2048-f32",))) == ""
-
-
-def test_references_of_a_target_that_is_not_installed_are_left_out_unless_they_are_named(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here, absent = make_case(), make_case(target="no_such_trainer")
-    assert with_target_here(project, (here, absent), named=False) == (here,)
-    assert "1 golden left out: target no_such_trainer: there is no module" in capsys.readouterr().err
-    with pytest.raises(HarnessError, match="there is no module no_such_trainer"):
-        with_target_here(project, (here, absent), named=True)
-    with pytest.raises(HarnessError, match="no golden is missing that can be made here"):
-        with_target_here(project, (absent,), named=False)
 
 
 def test_an_excluded_id_names_its_rule(project: Project) -> None:

@@ -1,31 +1,16 @@
-"""Reports in the terminal: runs, and goldens."""
-
-from collections.abc import Sequence
-from pathlib import Path
+"""Reports of runs in the terminal."""
 
 import pytest
 from msgspec.structs import replace
 
 from harness.checks.catalogue import KNOWN
-from harness.evidence.golden import GoldenChange, GoldenKey
-from harness.matrix.caseid import case_id, reference_case
 from harness.report.case import case_section, finding_entry, headline
-from harness.report.evidence import golden_section, review_sections
 from harness.report.run import case_table, not_judged_section, run_markdown, run_sections, totals_line
 from harness.report.sections import Section, text_of
 from harness.result import CaseResult, ReferenceRun, RunResult, WithFix
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import (
-    a_finding,
-    make_attempt,
-    make_case,
-    make_failure,
-    make_golden,
-    make_result,
-    make_results,
-    run_of,
-)
+from tests.builders import a_finding, make_attempt, make_failure, make_result, make_results, run_of
 
 FINDING = Finding(
     rule="fp8_on/not-converted",
@@ -247,43 +232,3 @@ def test_checks_that_were_not_judged_are_named_once_with_their_reason_and_counte
     assert text == "not checked\n  memory in 2 cases: it is the partitioner's choice\n"
     assert text_of([not_judged_section(run(make_result("a")))]) == ""
     assert "2 cases: 2 passed; 2 checks ran, 2 did not; " in totals_line(run_result)
-
-
-ROOT = Path(__file__).parents[2]
-CASE = make_case()
-OLD = make_golden(CASE, case_id=case_id(reference_case(CASE)), reason="first")
-
-
-def moved(by: float, **changes: str) -> GoldenChange:
-    provenance = replace(OLD.provenance, reason="torch 2.14 changed AdamW", software={"torch": "2.14.0"})
-    losses = (OLD.losses[0] + by, *OLD.losses[1:])
-    return GoldenChange(old=OLD, new=replace(OLD, losses=losses, provenance=provenance, **changes))
-
-
-def change_text(change: GoldenChange) -> str:
-    return text_of([golden_section(change, ROOT)])
-
-
-def review_text(*changes: GoldenChange, gone: Sequence[GoldenKey] = ()) -> str:
-    return text_of(review_sections(changes, ROOT, gone=gone))
-
-
-def test_a_change_has_its_steps_and_whether_noise_explains_it() -> None:
-    text = change_text(moved(3.6e-4))
-    assert text.startswith(f"{OLD.family} on cpu: changed, within noise: 3.6e-04 of 1.0e-03 nats allowed at step 1\n")
-    assert len(text.splitlines()) == 2 + len(OLD.losses)
-    elsewhere = replace(OLD, provenance=replace(OLD.provenance, cpu="Other CPU avx2"))
-    far = change_text(replace(moved(0.5), old=elsewhere))
-    assert "beyond noise: 5.0e-01 of 1.0e-03 nats allowed at step 1\n  CPU: Other CPU avx2 -> " in far
-    assert "changed, other data" in change_text(moved(0.5, data_digest="other"))
-
-
-def test_a_review_names_the_reason_the_goldens_and_the_versions() -> None:
-    gone = GoldenKey(hardware="cpu", family="old")
-    text = review_text(moved(0.5), GoldenChange(old=OLD, new=OLD), gone=[gone])
-    head, empty, first, second, *rest = text.splitlines()
-    assert (head, empty) == ("2 goldens changed: torch 2.14 changed AdamW", "")
-    assert first.startswith(OLD.family) and "beyond noise: 5.0e-01" in first
-    assert second.split() == ["old", "cpu", "removed"]
-    assert rest == ["", "torch 2.13.0+cpu -> 2.14.0", "torchao 0.18.0 -> none"]
-    assert review_text(GoldenChange(old=OLD, new=replace(OLD, provenance=moved(0).new.provenance))) == ""

@@ -58,6 +58,7 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     """
     layout, (embedding, norm, output) = case.layout, _weights_of_ends(case, rank)
     freed, freed_last = layout.reshard_after_forward != "never", layout.reshard_after_forward == "always"
+    freed = freed and layout.replicas != "replicate"  # which shards nothing
     often, often_last = (_gathers_of_unit(case, freed=asked) for asked in (freed, freed_last))
     unit = partial(Unit, axis="dp_shard", ranks=layout.dp_shard, gathers=often, freed=freed)
     if ends_are_one(case):

@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.baseline_update import check_committed, require_reason
+from harness.cli.recording import check_committed, require_reason
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.golden import provenance_of, source_commit

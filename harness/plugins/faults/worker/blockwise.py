@@ -88,6 +88,8 @@ def _amax(blocks: Tensor) -> Tensor:
 amax_of_127_values = partial(_amaxes, lambda blocks: _amax(blocks[..., : _LENGTH - 1]))
 amax_of_signed_slice = partial(_amaxes, lambda blocks: blocks.amax((1, 3)))
 scale_of_neighboring_slice = partial(_after_casts, lambda cast: cast.scale.copy_(cast.scale.roll(1, -1)))
+slice_scales_in_bfloat16 = partial(_after_casts, lambda cast: cast.scale.copy_(cast.scale.bfloat16()))
+smallest_amax_of_slices_too_large = partial(_amaxes, lambda blocks: _amax(blocks).clamp(min=1e-4))
 slice_scales_rounded_to_powers = partial(
     _amaxes, lambda blocks: _MAX * torch.exp2((_amax(blocks) / _MAX).log2().ceil())
 )

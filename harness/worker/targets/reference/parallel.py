@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -124,7 +125,7 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
     if layout.dp == 1 and not world.fsdp:
         return meshes
     replicas = ["dp_replicate"] * (layout.dp_replicate > 1)
-    if layout.is_ddp:
+    if layout.has_whole_replicas:
         return meshes._replace(dp=mesh["dp_replicate"])
     return meshes._replace(dp=mesh[(*replicas, REST)], of_experts=mesh[(*replicas, "efsdp" if layout.ep > 1 else REST)])
 
@@ -192,6 +193,8 @@ def block_plan(case: Case, between: Shard | Replicate, *, experts: bool) -> dict
 def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
     """Apply FSDP2 to every block, as torchtitan does. With a 2-D mesh (replicate, shard) this is HSDP.
 
+    Or `replicate`, which is FSDP2 of whole parameters, and reduces gradients a unit at a time.
+
     Experts are a unit of their own, on the ranks that hold the same ones, and every expert is sharded over its rows:
     torchtitan does so where there are fewer experts than ranks. Ends that are tied are one unit, as in torchtitan.
 
@@ -202,6 +205,13 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
         reduce_dtype=getattr(torch, case.reduce_dtype),  # None means another dtype since torch 2.15
     )
     asked, mesh = case.layout.reshard_after_forward, meshes.dp
+
+    def apply(unit: Any, *, freed: bool | None = None) -> None:
+        if case.layout.replicas == "replicate":
+            replicate(unit, mesh=mesh, mp_policy=policy)
+        else:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
+
     for moe in model.mixtures():
         fully_shard(
             moe.experts,
@@ -214,11 +224,11 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
     are_one = embedding is not None and output is not None and share_weights(embedding, output)
     for unit in (None if are_one else embedding, *model.layers.values()):
         if unit is not None:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
+            apply(unit, freed=asked != "never")
     if output is not None:
         ends = [*([embedding] if are_one else []), model.norm, output]
-        fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        apply(ends, freed=asked == "always")
+    apply(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.engine import ray_connection
-from harness.engine.ray_connection import alive_machines, connect
 from harness.errors import HarnessError
+from harness.plugins.launchers import ray_connection
+from harness.plugins.launchers.ray_connection import alive_machines, connect
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.lines import read_run, tree
 

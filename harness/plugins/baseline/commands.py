@@ -8,7 +8,6 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.options import Group
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, changes_between, curve_text, goldens_of, list_goldens, load_golden, unsound
@@ -17,8 +16,9 @@ from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, nois
 from harness.hints import explain_case
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.plugins.baseline.review import golden_section, review_sections
+from harness.plugins.baseline.update_command import asked_cases, ended, update_command
 from harness.project import Project
-from harness.report.evidence import golden_section, review_sections
 from harness.report.sections import Entry, Facts, Section, Table
 from harness.run_options import PlanOptions
 from harness.running.case_judge import known_here, prepare_judge

@@ -1,8 +1,8 @@
 """The torchrun engine: one torchrun per job, one new interpreter per rank. Slow, but the way users launch training.
 
 The baseline for the results and the cost of the fork server engine. Does not import torch: it runs torchrun as a
-command, which starts ranks by `python -m harness.engine.torchrun FOLDER`, with RANK in the environment. A rank reads
-the `LaunchSpec` in the folder, and writes its `RankOutcome` there.
+command, which starts ranks by `python -m harness.plugins.launchers.torchrun FOLDER`, with RANK in the environment. A
+rank reads the `LaunchSpec` in the folder, and writes its `RankOutcome` there.
 """
 
 import faulthandler
@@ -107,7 +107,7 @@ class TorchrunEngine:
                 rank_file(folder, rank, kind).unlink(missing_ok=True)
         spec = LaunchSpec(program=self._program, options=self._options, share=share, started_s=started_s)
         spec_file(folder).write_bytes(msgspec.msgpack.encode(spec))
-        one_rank = module_command("harness.engine.torchrun", [str(folder.path)])
+        one_rank = module_command("harness.plugins.launchers.torchrun", [str(folder.path)])
         agents = str(folder.path / "agents")
         meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={agents}", "--rdzv-conf=store_type=file"]
         launch = ["--nnodes", "1", *meet, "--nproc-per-node", str(share.count), "--no-python", *one_rank]

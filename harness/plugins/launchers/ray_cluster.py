@@ -19,8 +19,8 @@ from harness.engine import hardware
 from harness.engine.fork_server_engine import ForkServerEngine
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, NodeLost, Reservation, Scratch
-from harness.engine.ray_connection import Group, RayMachine, alive_machines, bundle, connect, place_group
 from harness.errors import HarnessError
+from harness.plugins.launchers.ray_connection import Group, RayMachine, alive_machines, bundle, connect, place_group
 from harness.sources import software
 from harness.text import changed_facts, counted
 
@@ -225,11 +225,9 @@ def ray_message(error: Exception) -> str:
 _FACTS_S = 120.0  # of a process that must be started on a busy machine, and reads the sources of torch
 
 
-def cluster_device(address: str, asked: str) -> hardware.Device:
-    """Return the device that `auto`, `cpu` or `cuda` means in a cluster; `auto` is `cuda` where Ray knows of a GPU."""
-    if asked == "auto":
-        return "cuda" if any(machine.gpus for machine in alive_machines(connect(address))) else "cpu"
-    return "cuda" if asked == "cuda" else "cpu"
+def has_gpus(address: str) -> bool:
+    """Return True if Ray knows of a GPU in the cluster."""
+    return any(machine.gpus for machine in alive_machines(connect(address)))
 
 
 def cluster_capacity(address: str, device: hardware.Device, slots: int | None) -> hardware.Capacity:

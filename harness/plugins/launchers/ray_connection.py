@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
+from harness.run_options import AUTO
 from harness.text import counted
 
-AUTO = "auto"  # the cluster that RAY_ADDRESS names, or that this machine is a node of
 _REACH_S = 5.0
 
 # Ray tries for minutes where nothing answers, 20 times where a token is wrong. It reads these when it is imported.

@@ -1,6 +1,5 @@
 """`fp8-harness baseline update`: goldens, or the profiles of runs of the user's own targets."""
 
-import shlex
 from collections.abc import Callable, Collection, Sequence
 
 import click
@@ -8,15 +7,16 @@ import msgspec
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.cli import options
+from harness.cli.recording import check_committed, require_reason
 from harness.errors import HarnessError
-from harness.evidence.golden import GoldenChange, changed_files, replaced, stored_families, write_golden
+from harness.evidence.golden import GoldenChange, replaced, stored_families, write_golden
 from harness.evidence.profile import compare_profiles, list_profiles, needs_profile, write_profile
 from harness.hints import LIST_BASELINES
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
+from harness.plugins.baseline.review import golden_section, review_sections
 from harness.project import Project
 from harness.report.case import case_section
-from harness.report.evidence import golden_section, review_sections
 from harness.result import CaseResult
 from harness.running.identity import check_targets
 from harness.running.plan import Plan
@@ -26,7 +26,6 @@ from harness.studies.records import ProfileChange, References, make_goldens, nee
 from harness.text import counted, format_ranks
 from harness.verdict import ExitCode
 
-_NAMED_FILES = 5  # of those that differ from the commit
 _SHOWN_CHANGES = 40  # of one profile: more are in the file
 
 _EPILOG = """\b
@@ -186,30 +185,6 @@ def _show_change(change: ProfileChange) -> None:
         click.echo(f"  {difference.step}, {format_ranks(difference.ranks)}: {difference.what}: {values}")
     if len(changed) > _SHOWN_CHANGES:
         click.echo(f"  and {len(changed) - _SHOWN_CHANGES} more")
-
-
-def require_reason(reason: str | None, where: str, made: str) -> str:
-    """Return the given reason. Raises `HarnessError` before the run where there is none."""
-    if not reason or not reason.strip():
-        raise HarnessError("--reason is missing.", where=where, fix=f'add --reason "why the {made} change".')
-    return reason
-
-
-def check_committed(project: Project, made: str, *, allowed: bool) -> None:
-    """Raise `HarnessError` before the run if the tree differs from its commit; only warn if `allowed`."""
-    changed = changed_files(project.root)
-    if not changed:
-        return
-    more = f" and {len(changed) - _NAMED_FILES} more" if len(changed) > _NAMED_FILES else ""
-    names = ", ".join(changed[:_NAMED_FILES]) + more
-    differ = "differs" if len(changed) == 1 else "differ"
-    what = f"{counted(len(changed), 'tracked file')} {differ} from the commit: {names}."
-    why = f"nobody can check out the code of these {made}"
-    if not allowed:
-        stash = shlex.join(["git", "-C", str(project.root), "stash"])
-        fix = f"commit the changes, put them aside by `{stash}`, or give --allow-dirty."
-        raise HarnessError(f"{what} So {why}.", where=str(project.root), fix=fix)
-    click.echo(f'fp8-harness: warning: {project.root}: {what} The provenance ends in "-dirty": {why}.', err=True)
 
 
 def failing_losses(project: Project, query: Query) -> Query:

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.engine import torchrun
 from harness.engine.messages import JobOutcome
-from harness.engine.torchrun import TorchrunEngine
+from harness.plugins.launchers import torchrun
+from harness.plugins.launchers.torchrun import TorchrunEngine
 from tests.jobs import make_share, run_alone
 from tests.worker.processes import listening, nothing_is_left, wait_until
 
