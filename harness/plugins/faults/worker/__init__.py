@@ -20,7 +20,7 @@ FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "D": ("communication", "conversion", "pipelines", "replicas"),
     "E": ("execution",),
     "F": ("execution",),
-    "G": ("training", "loss", "conversion", "muon"),
+    "G": ("training", "loss", "conversion", "muon", "packing"),
     "H": ("compiled", "conversion", "execution"),
     "I": ("stale",),
     "J": ("mxfp8", "blockwise"),

@@ -1,0 +1,78 @@
+"""Class G: packed documents, their attention and positions, and how many labels the mean is over."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, planted, wrap, wrap_everywhere
+from harness.worker.targets import data
+from harness.worker.targets.reference import loss, model
+from harness.worker.targets.target import IGNORED
+
+
+def _lengths(change: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    """Attention and positions of documents of other lengths."""
+    wrap(model, "attend_apart", lambda stock, documents, *rest: stock([*change(documents)], *rest))
+
+
+document_border_off_by_one = partial(_lengths, lambda lengths: (lengths[0] + 1, lengths[1] - 1, *lengths[2:]))
+
+
+@planted(_lengths)
+def borders_of_first_sequence(lengths: Sequence[int]) -> Sequence[int]:
+    """Every sequence of a microbatch has the documents of its first one."""
+    ends, whole = [*itertools.accumulate(lengths)], RUN.case.train.seq_len
+    return [*lengths[: ends.index(whole) + 1]] * (ends[-1] // whole)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys [batch, seq, ...] rotated by these positions, one of every token of the batch."""
+    table = cos[positions], sin[positions]
+    rotated = (model.apply_rope(each.flatten(0, 1)[None], *table).view(each.shape) for each in (q, k))
+    return next(rotated), next(rotated)
+
+
+@planted(wrap, model, "attend_apart")
+def document_mask_lost(
+    _: Any, documents: Sequence[int], q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    positions = torch.cat([torch.arange(length) for length in documents])
+    return model.attend(*_rotated(q, k, cos, sin, positions), v)
+
+
+@planted(wrap, model, "attend_apart")
+def positions_not_restarted(stock: Any, documents: Sequence[int], *heads: Tensor) -> Any:
+    q, k, v, cos, sin = heads
+    rotated = _rotated(q, k, cos, sin, torch.arange(q.size(1)).repeat(q.size(0)))
+    return stock(documents, *rotated, v, torch.ones_like(cos), torch.zeros_like(sin))
+
+
+@planted(wrap, data, "ignored_labels")
+def labels_of_padding_counted(stock: Any, case: Any) -> Any:
+    ends = np.roll(data.positions(case) == 0, -1, -1)
+    ends[..., -1] = False
+    return stock(case) & ends
+
+
+@planted(hooks.around_loss)
+def mean_of_means_of_microbatches(stock: Any, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    train, own = RUN.case.train, (labels != IGNORED).sum()
+    every = sum(train.labels_of(sequence, RUN.step) for sequence in range(train.global_batch))
+    means = RUN.case.layout.batches * train.accumulation
+    return stock(logits, labels, **options) * every / (own * means)
+
+
+def token_count_not_restarted() -> None:
+    counted: list[int] = []
+
+    def global_token_count(stock: Any, *args: Any) -> int:
+        counted.append(stock(*args))
+        return sum(counted)
+
+    wrap_everywhere(loss, "global_token_count", global_token_count)
