@@ -23,8 +23,8 @@ LOSS = _rule(
     "the loss of packed documents differs by {distance:.2g} from that of each document alone on one rank, tolerance "
     "{allowed:.2g}",
     numeric=True,
-    fix="let a token attend to its own document alone, begin positions again with each document, and leave out the "
-    "labels of padding and of last tokens.",
+    fix="let a token attend to its own document alone, begin positions again with each, and leave padding and the last "
+    "token of each out of the loss.",
 )
 
 

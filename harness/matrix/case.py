@@ -5,7 +5,6 @@ combinations make sense is in `rules.py`, how cases are written in files in `cas
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
@@ -189,8 +188,10 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
         All but the last are odd, so multiples of no alignment.
         """
+        import hashlib  # takes longer than a list of cases
+
         name, left = f"{self.seed}/documents/{step}/{sequence}", self.seq_len
-        lengths = []
+        lengths = list[int]()
         for draw in hashlib.shake_128(name.encode()).digest(self.seq_len):
             length = 3 + 2 * (draw % (self.seq_len // 4))
             if length >= left:

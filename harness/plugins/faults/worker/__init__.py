@@ -18,7 +18,7 @@ FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "B": ("stale",),
     "C": ("conversion",),
     "D": ("communication", "conversion", "pipelines", "replicas"),
-    "E": ("execution",),
+    "E": ("execution", "packing"),
     "F": ("execution",),
     "G": ("training", "loss", "conversion", "muon", "packing"),
     "H": ("compiled", "conversion", "execution"),

@@ -1,8 +1,7 @@
-"""Class G: packed documents, their attention and positions, and how many labels the mean is over."""
+"""Class E: attention and positions of packed documents. Class G: their labels, and how many the loss is a mean over."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,10 @@ def _lengths(change: Callable[[Sequence[int]], Sequence[int]]) -> None:
     wrap(model, "attend_apart", lambda stock, documents, *rest: stock([*change(documents)], *rest))
 
 
-document_border_off_by_one = partial(_lengths, lambda lengths: (lengths[0] + 1, lengths[1] - 1, *lengths[2:]))
+@planted(_lengths)
+def document_border_off_by_one(lengths: Sequence[int]) -> Sequence[int]:
+    first, *others = lengths
+    return [first + 1, others[0] - 1, *others[1:]] if others else lengths
 
 
 @planted(_lengths)
