@@ -149,7 +149,6 @@ def _whole_block(case: Case, layer: int) -> Elements:
     saved = _norm(case) + _norm(case)
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
     saved[dtype] += tokens * (2 * query + 2 * key)  # query, key, value and output; the output is also the input of wo
-    saved[dtype] += tokens * query * (case.train.packing != "none")  # outputs of documents are copied into one
     for one in DIMENSIONS:
         saved.update(one.saved_by_block(case))
     saved[dtype] += 3 * tokens * hidden  # w1(x), silu(w1(x)), w3(x)
@@ -158,6 +157,7 @@ def _whole_block(case: Case, layer: int) -> Elements:
         saved["float32"] += 4  # their scales: inputs of attention, wo, feed-forward, w2
     else:
         saved[dtype] += sum(inputs.values())
+        saved[dtype] += tokens * query * (case.train.packing != "none")  # the outputs of documents are copied for wo
     return saved
 
 
