@@ -34,6 +34,15 @@ def test_packed_documents_have_the_loss_of_each_alone(trained, case):
     assert judged(case, trained(case), solo) == [[], []]
 
 
+OWN = "target.tests.targets.masked_llama"
+
+
+@pytest.mark.parametrize("words", ["bf16-v2048-gb4-s2-packed.padded-b16", sweep("rowwise-v2048-gb4-s2-packed-f32")])
+def test_a_mask_over_whole_sequences_is_as_good(trained, words):
+    case = parse_case_id(f"{OWN}-single-{words}")
+    assert judged(case, trained(case), trained(case, solo=True)) == [[], []]
+
+
 @pytest.mark.plugin("faults")
 @pytest.mark.parametrize("fault", SHARED)
 def test_what_the_reference_shares_is_seen_in_documents_alone(trained, fault):
