@@ -61,6 +61,7 @@ OF_THE_REFERENCE = {
     "experts": " ".join(planted_in(lambda host: host.model.experts > 0)),
     "pipelines": " ".join(planted_in(lambda host: host.layout.pp > 1)),
     "context parallelism": " ".join(planted_in(lambda host: host.layout.cp > 1)),
+    "packed documents": " ".join(planted_in(lambda host: host.train.packing != "none")),
 }
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
