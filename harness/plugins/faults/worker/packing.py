@@ -33,26 +33,26 @@ def borders_of_first_sequence(lengths: Sequence[int]) -> Sequence[int]:
     return [*lengths[: ends.index(whole) + 1]] * (ends[-1] // whole)
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys [batch, seq, ...] rotated by these positions, one of every token of the batch."""
-    table = cos[positions], sin[positions]
-    rotated = (model.apply_rope(each.flatten(0, 1)[None], *table).view(each.shape) for each in (q, k))
-    return next(rotated), next(rotated)
-
-
 @planted(wrap, model, "attend_apart")
 def document_mask_lost(
     _: Any, documents: Sequence[int], q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     positions = torch.cat([torch.arange(length) for length in documents])
-    return model.attend(*_rotated(q, k, cos, sin, positions), v)
+    tables = cos[positions], sin[positions]
+    q, k = (model.apply_rope(each.flatten(0, 1)[None], *tables).view(each.shape) for each in (q, k))
+    return model.attend(q, k, v)
 
 
 @planted(wrap, model, "attend_apart")
-def positions_not_restarted(stock: Any, documents: Sequence[int], *heads: Tensor) -> Any:
-    q, k, v, cos, sin = heads
-    rotated = _rotated(q, k, cos, sin, torch.arange(q.size(1)).repeat(q.size(0)))
-    return stock(documents, *rotated, v, torch.ones_like(cos), torch.zeros_like(sin))
+def positions_not_restarted(stock: Any, documents: Sequence[int], *given: Tensor) -> Tensor:
+    *heads, cos, sin = given
+    begins = (end % heads[0].size(1) for end in itertools.accumulate(documents, initial=0))
+    pieces = zip(*(each.flatten(0, 1)[None].split(documents, 1) for each in heads), strict=True)
+    attended = [
+        stock([piece[0].size(1)], *piece, cos[begin:], sin[begin:])
+        for begin, piece in zip(begins, pieces, strict=False)
+    ]
+    return torch.cat(attended, 1).view(heads[0].shape)
 
 
 @planted(wrap, data, "ignored_labels")
