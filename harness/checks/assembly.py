@@ -243,7 +243,7 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
         ("the tokens of a sequence", train.seq_len),
         ("the tokens of a microbatch", case.tokens_per_rank),
         ("the tokens of the global batch", train.tokens),
-        ("the labels of the global batch", 0 if train.ignored_tokens == "none" else train.valid_tokens),
+        ("the labels of the global batch", train.valid_tokens if train.counts_labels else 0),
     ):
         if value > 1:
             numbers[value] = (*numbers.get(value, ()), name)
@@ -277,7 +277,7 @@ def _causes(case: Case, times: Factor) -> Iterator[_Cause]:
         yield _Cause(size, 1, what, f"{fix}of each rank, neither summed nor divided.")
     if _MICROBATCHES in times.names:
         yield _Cause(size, 1, twice if times.inverse else added, divide)
-    if _DP in times.names and times.inverse and case.train.ignored_tokens != "none":
+    if _DP in times.names and times.inverse and case.train.counts_labels:
         yield _Cause(size, 1, f"the mean over the labels of each rank; {labels_of_ranks(case)}", OVER_ALL_LABELS)
     if not set(times.names) & {*_OF_RANKS, _MICROBATCHES}:
         what = "divided by their number again" if times.inverse else "a sum instead of a mean"
@@ -290,7 +290,7 @@ OVER_ALL_LABELS = "divide the sum over all labels by their number over all ranks
 def labels_of_ranks(case: Case) -> str:
     """Return how many labels every data-parallel rank has in a step."""
     train, size = case.train, case.local_batch
-    kept = [train.seq_len - train.ignored_labels(sequence) for sequence in range(train.global_batch)]
+    kept = [*map(train.labels_of, range(train.global_batch))]
     counts = (sum(kept[first : first + size]) for first in range(0, len(kept), size))
     return f"labels per rank: {', '.join(map(str, counts))}"
 

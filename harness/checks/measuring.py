@@ -121,8 +121,9 @@ def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
     """Return what the formula says that these ranks multiply; empty if it does not apply."""
-    if not _applies(expect) or expect.case.model.experts or any(trace.flops is None for trace in traces):
-        return {}  # how many rows experts multiply is found in the run
+    found = expect.case.model.experts or expect.case.train.packing != "none"
+    if not _applies(expect) or found or any(trace.flops is None for trace in traces):
+        return {}  # how many rows experts multiply is found in the run, and so is what documents attend to
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
     of_ranks = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
     return multiplied_by(

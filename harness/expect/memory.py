@@ -157,6 +157,7 @@ def _whole_block(case: Case, layer: int) -> Elements:
         saved["float32"] += 4  # their scales: inputs of attention, wo, feed-forward, w2
     else:
         saved[dtype] += sum(inputs.values())
+        saved[dtype] += tokens * query * (case.train.packing != "none")  # the outputs of documents are copied for wo
     return saved
 
 

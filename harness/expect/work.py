@@ -2,8 +2,8 @@
 
 Of the reference Llama, eager. A compiled step computes the same products; the pipelined operators of async TP multiply
 a product in TP parts, which have the same FLOPs together. A multiplication and an addition are 2 FLOPs. Attention
-counts as if it were not causal, its backward as twice its forward; the flash kernel computes 5 products in backward
-where this counts 4.
+counts as if it were not causal and sequences not packed, its backward as twice its forward; the flash kernel computes 5
+products in backward where this counts 4.
 """
 
 import functools

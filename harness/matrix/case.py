@@ -35,6 +35,8 @@ UPDATES: Mapping[Optimizer, Update] = {
     "muon": Update(states=2, of_linears=1, reads=3),  # AdamW updates all whose gradients may be Partial
 }
 
+FEWEST_POSITIONS = 8  # of a packed sequence, which has at least two documents
+
 _of_training = functools.partial(axis, part="training", changes=Changes.TRAINING)
 
 
@@ -55,6 +57,9 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     `evaluate`: every step begins with an evaluation of its batch, without gradients and in evaluation mode.
     `ignored_tokens`: labels that the loss leaves out. `unequal`: every sequence has fewer labels than the one before,
     so every data-parallel rank has fewer. `half`: the second half of the batch has none, so some ranks have none.
+    `packing`: several documents share a sequence. Their lengths are multiples of nothing, and others in every step. A
+    token attends to its own document alone, and positions begin again with each. `padded`: the last one is padding, so
+    sequences, microbatches and ranks have unequally many tokens.
     `optimizer`: an update of AdamW is equally large whatever the scale of its gradients, so losses and parameters hide
     a wrong one. One of `sgd` is proportional to it: torch's SGD, with momentum and with weight decay that is added to
     the gradient. `lr` is the learning rate of either; SGD needs about a hundred times AdamW's, so cases set it. `muon`
@@ -103,6 +108,12 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         "ignored labels (-100): a different number per rank, or half the batch",
         flag("ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"),
         flag("ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
+        unset="none",
+    )
+    packing: Literal["none", "documents", "padded"] = _of_training(
+        "several documents in a sequence, which do not attend to each other; padded: and padding behind them",
+        flag("packed", "sequences are packed with documents that do not attend to each other", packing="documents"),
+        flag("packed.padded", "sequences are packed with documents, and padded behind them", packing="padded"),
         unset="none",
     )
     resume: Resume = _of_training(
@@ -156,8 +167,38 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def valid_tokens(self) -> int:
-        """Return the number of tokens of all ranks over which the loss of one step is a mean."""
-        return self.tokens - sum(map(self.ignored_labels, range(self.global_batch)))
+        """Return the number of tokens of all ranks over which the loss of a step is a mean: of the first one."""
+        return sum(map(self.labels_of, range(self.global_batch)))
+
+    @property
+    def counts_labels(self) -> bool:
+        """Return True if some tokens have no label, so that ranks must add up how many have one."""
+        return self.ignored_tokens != "none" or self.packing != "none"
+
+    def labels_of(self, sequence: int, step: int = 1) -> int:
+        """Return how many labels of a sequence the loss has in a step: the next token of each in its document."""
+        if self.packing == "none":
+            return self.seq_len - self.ignored_labels(sequence)
+        padded = self.packing == "padded"
+        lengths = self.documents(sequence, step)[: -1 if padded else None]
+        return sum(lengths) - len(lengths) + (not padded)  # the last one goes on behind the sequence
+
+    def documents(self, sequence: int, step: int) -> tuple[int, ...]:
+        """Return the lengths of the documents of a packed sequence; the last one is padding where there is some.
+
+        All but the last are odd, so multiples of no alignment.
+        """
+        import hashlib  # takes longer than a list of cases
+
+        name, left = f"{self.seed}/documents/{step}/{sequence}", self.seq_len
+        lengths = list[int]()
+        for draw in hashlib.shake_128(name.encode()).digest(self.seq_len):
+            length = 3 + 2 * (draw % (self.seq_len // 4))
+            if length >= left:
+                break
+            lengths.append(length)
+            left -= length
+        return (*lengths, left)
 
     def ignored_labels(self, sequence: int) -> int:
         """Return how many labels at the end of a sequence of the global batch the loss leaves out."""

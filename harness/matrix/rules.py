@@ -17,7 +17,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_type, case_from_axes, choices, shown_value
-from harness.matrix.case import Case
+from harness.matrix.case import FEWEST_POSITIONS, Case
 from harness.matrix.caseid import other_layout
 from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import MODEL_AXES, VOCABULARY_AXES
@@ -140,6 +140,10 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], int]]] = {
     "vocab_padding_pads": (
         VOCABULARY_AXES,
         lambda case: case.model.pad_vocab_to_multiple_of > 1 and case.model.padded_vocab_size == case.model.vocab_size,
+    ),
+    "packing_needs_positions": (
+        ("packing", "seq_len"),
+        lambda case: case.train.packing != "none" and case.train.seq_len < FEWEST_POSITIONS,
     ),
     "all_gather_needs_tensorwise": (
         ("fp8_all_gather", "recipe"),

@@ -50,6 +50,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     cast_shares: tuple[CastShare, ...] | None = None  # of a single-rank reference alone, instead of its operands
+    loss_of_documents: float | None = None  # of step 1, each alone: of a reference of packed sequences
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None

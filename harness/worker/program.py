@@ -118,7 +118,13 @@ def rank_main(context: RankContext) -> bytes:
         from harness.worker.training.draws import train_draws
 
         return msgspec.msgpack.encode(train_draws(request, device, PROCESS.phase.begin, virtual))
-    return msgspec.msgpack.encode(train(request, device, PROCESS.phase.begin, virtual, context.folder))
+    trace = train(request, device, PROCESS.phase.begin, virtual, context.folder)
+    if request.solo and request.case.train.packing != "none":
+        from harness.worker.training.unpacked import loss_of_documents
+
+        PROCESS.phase.begin("documents alone")
+        trace = msgspec.structs.replace(trace, loss_of_documents=loss_of_documents(request.case, device))
+    return msgspec.msgpack.encode(trace)
 
 
 def _parts_of(request: RunRequest) -> tuple[str, ...]:

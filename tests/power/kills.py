@@ -61,6 +61,7 @@ OF_THE_REFERENCE = {
     "experts": " ".join(planted_in(lambda host: host.model.experts > 0)),
     "pipelines": " ".join(planted_in(lambda host: host.layout.pp > 1)),
     "context parallelism": " ".join(planted_in(lambda host: host.layout.cp > 1)),
+    "packed documents": " ".join(planted_in(lambda host: host.train.packing != "none")),
 }
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
@@ -107,6 +108,7 @@ BROKEN_BY = {
     "routing/bias": "bias_moves_to_the_busy bias_moved_twice",
     "parity/gradients": "amax_not_reduced_over_tp gradients_divided_by_world same_batch_on_every_dp_rank "
     "weight_amax_not_reduced_over_shards norm_gradients_not_reduced mean_of_means_of_ranks",
+    "packing/loss": "document_mask_lost labels_of_padding_counted",
     "divergence/count": "loss_over_local_tokens",
     "divergence/loss": "last_token_dropped_on_last_rank",
     "divergence/operand": "same_batch_on_every_dp_rank",

@@ -103,6 +103,7 @@ READ: tuple[Finding, ...] = (
         values={"count": 1, "compared": 2, "distance": 0.01, "allowed": 1e-3, "norm": 4.04, "reference": 4.0},
         notes=("every gradient is 1/2",),
     ),
+    checks.packing.LOSS.finding(step=1, values={"distance": 0.02, "allowed": 5e-6}),
     checks.data.SOME.finding(who="ranks 2-3", got=2, wanted=4),
     checks.scales.FLUSHED.finding(
         step=1,

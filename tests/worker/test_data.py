@@ -15,6 +15,7 @@ from torch import nn
 from harness.worker.probes.discovery import InputRecorder
 from harness.worker.targets import contract, data
 from harness.worker.targets.contract import TargetMisfit, build_target
+from harness.worker.targets.reference.loss import lengths_of
 from harness.worker.targets.target import World
 from tests.builders import make_case
 
@@ -41,11 +42,27 @@ def test_tokens_are_in_range_and_follow_their_rule(vocab_size, seed):
 @given(st.integers(2, 9), st.integers(1, 40), st.sampled_from(["none", "unequal", "half"]))
 def test_the_last_labels_of_a_sequence_are_ignored(sequences, length, ignored_tokens):
     case = make_case(global_batch=sequences, seq_len=length, ignored_tokens=ignored_tokens)
-    ignored = data.ignored_labels(case)
+    (ignored,) = data.ignored_labels(case)
     assert ignored.shape == (sequences, length)
     assert (~ignored).sum() == case.train.valid_tokens
     assert (np.diff(ignored.astype(int), axis=1) >= 0).all()
     assert not ignored[0].any()
+
+
+@given(st.integers(8, 200), st.sampled_from(["documents", "padded"]), st.integers(0, 9))
+def test_documents_fill_a_sequence_and_the_loss_has_the_next_token_of_each_in_its_own(length, packing, seed):
+    case = make_case(global_batch=2, seq_len=length, packing=packing, steps=2, seed=seed)
+    train, positions, ignored = case.train, data.positions(case), data.ignored_labels(case)
+    for step, sequence in np.ndindex(2, 2):
+        lengths = train.documents(sequence, step + 1)
+        assert sum(lengths) == length and len(lengths) > 1 and all(each % 2 for each in lengths[:-1])
+        begins = np.flatnonzero(positions[step, sequence] == 0)
+        assert (
+            np.diff([*begins, length]).tolist() == [*lengths] == lengths_of(torch.from_numpy(positions[step, sequence]))
+        )
+        assert (~ignored[step, sequence]).sum() == train.labels_of(sequence, step + 1) > 0
+        assert ignored[step, sequence, begins[1:] - 1].all()
+    assert ignored[..., -1].all() == (packing == "padded")
 
 
 def test_tokens_are_zipf_distributed_and_mostly_predictable():

@@ -179,7 +179,7 @@ def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> I
 
 def _token_count(case: Case) -> Iterator[Transfer]:
     """Yield the all-reduce of the label count if a case ignores some."""
-    if case.train.ignored_tokens != "none":
+    if case.train.counts_labels:
         for axis in DP_AXES:
             yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=case.forward_passes)
 

@@ -43,7 +43,7 @@ _NUMBERS = ("scales", "parity", "module_replay", "divergence", "metamorphic", "r
 _NOT_IN_SCRIPTS = {
     *("pp", "schedule", "ep", "cp", "sequence_order", "reshard_after_forward", "grouped_mm", "casts", "tied"),
     *("experts", "top_k", "router", "balance", "accumulation", "reduce_grads", "max_norm", "evaluate"),
-    *("ignored_tokens", "resume", "optimizer", "parameter_dtype", "reduce_dtype"),
+    *("ignored_tokens", "packing", "resume", "optimizer", "parameter_dtype", "reduce_dtype"),
 }
 # How far from one rank is allowed, and clean runs are.
 _EXACT = 1e-5, 0.0  # bitwise equal, or the rounding of a mean

@@ -352,6 +352,7 @@ def require_simulable(case: Case) -> None:
         "target": case.target != REFERENCE,
         "evaluate": case.train.evaluate,
         "ignored_tokens": case.train.ignored_tokens != "none",
+        "packing": case.train.packing != "none",
         "max_norm": case.train.max_norm is not None,
         "experts": case.model.experts > 0,
     }

@@ -38,12 +38,14 @@ def build_target(case: Case, world: World) -> Target:
     require_process_group("build")
     _require_model(built)
     _require_method(built, "step(self, microbatches)", " that returns `loss, grad_norm`")
-    if case.train.evaluate:
-        wanted = " that returns the loss, or leave `evaluate` out of the case"
-        _require_method(built, "evaluate(self, microbatches)", wanted, ", and the case has evaluate = true")
-    if case.train.ignored_tokens != "none":
-        for name in ("step", *(["evaluate"] if case.train.evaluate else [])):
-            _require_labels(name, getattr(built, name))
+    evaluates = case.train.evaluate or case.train.packing != "none"
+    if evaluates:
+        axis, has = ("evaluate", "evaluate = true") if case.train.evaluate else ("packing", "packing")
+        wanted = f" that returns the loss, or leave `{axis}` out of the case"
+        _require_method(built, "evaluate(self, microbatches)", wanted, f", and the case has {has}")
+    if case.train.counts_labels:
+        for name in ("step", *(["evaluate"] if evaluates else [])):
+            _require_labels(name, getattr(built, name), packed=case.train.packing != "none")
     if case.train.resume != "none":
         for name in ("save", "load"):
             wanted = ", or leave `resume` out of the case"
@@ -73,14 +75,15 @@ def _require_method(built: Any, signature: str, wanted: str, because: str = "") 
         )
 
 
-def _require_labels(name: str, method: Callable[..., Any]) -> None:
+def _require_labels(name: str, method: Callable[..., Any], *, packed: bool) -> None:
+    axis, more = ("packing", ", positions=None") if packed else ("ignored_tokens", "")
     try:
-        inspect.signature(method).bind((), ())
+        inspect.signature(method).bind((), (), *([()] * packed))
     except TypeError as error:
         raise TargetMisfit(
-            f"{name}() takes no labels, and the case has ignored_tokens.",
-            f"give it `def {name}(self, microbatches, labels=None)`, with labels of -100 where the loss leaves a token "
-            f"out, or leave `ignored_tokens` out of the case; {_INTERFACE}",
+            f"{name}() takes no {'positions' if packed else 'labels'}, and the case has {axis}.",
+            f"give it `def {name}(self, microbatches, labels=None{more})`, with labels of -100 where the loss leaves a "
+            f"token out, or leave `{axis}` out of the case; {_INTERFACE}",
         ) from error
 
 

@@ -117,12 +117,26 @@ def global_tokens(case: Case) -> Tokens:
     )
 
 
-def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
-    """Return which labels the loss leaves out in every step: [global_batch, seq_len]."""
+def positions(case: Case) -> Tokens:
+    """Return the position of every token in its document: [steps, global_batch, seq_len]."""
     train = case.train
+    rows = [train.documents(row, step) for step in range(1, train.steps + 1) for row in range(train.global_batch)]
+    of_rows = [np.concatenate([np.arange(length) for length in lengths]) for lengths in rows]
+    return np.stack(of_rows).reshape(train.steps, train.global_batch, train.seq_len)
+
+
+def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
+    """Return which labels the loss leaves out: [steps, global_batch, seq_len]; one step stands for all alike."""
+    train = case.train
+    if train.packing != "none":
+        begins = positions(case) == 0
+        last = np.arange(train.seq_len) == train.seq_len - 1
+        number = begins.cumsum(-1)
+        is_padding = (number == number[..., -1:]) & (train.packing == "padded")
+        return is_padding | (np.roll(begins, -1, -1) & ~last)
     kept = [train.seq_len - train.ignored_labels(sequence) for sequence in range(train.global_batch)]
     ignored: npt.NDArray[np.bool_] = np.arange(train.seq_len) >= np.array(kept)[:, None]
-    return ignored
+    return ignored[None]
 
 
 def batch_slice(case: Case, number: int) -> slice:

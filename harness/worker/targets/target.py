@@ -49,11 +49,15 @@ class Target(Protocol):
         Of cases with `ignored_tokens` alone `step`, and `evaluate` too, get a second argument: the labels of every
         microbatch, int64 [local_batch, seq_len], `IGNORED` where a token has none. A rank may have no label at all. The
         loss is then the mean over the labels of the global batch that are not ignored.
+
+        Of cases with `packing` they get these labels and a third argument: the position of every token in its document,
+        int64 [local_batch, seq_len], 0 where one begins. A token must see its own document alone. So that documents can
+        be compared with each of them alone, such a target has `evaluate`: then microbatches are [1, length + 1].
         """
 
 
 class Evaluates(Target, Protocol):
-    """A target that trains cases with `evaluate`."""
+    """A target that trains cases with `evaluate` or `packing`."""
 
     def evaluate(self, microbatches: Sequence[torch.Tensor]) -> torch.Tensor | float:
         """The loss that `step` would return of `microbatches`, in evaluation mode, without gradients or an update."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torchao
@@ -59,15 +60,16 @@ class Prepared(NamedTuple):
     target: Target
     tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
     labels: torch.Tensor | None  # [steps, microbatches, local_batch, seq_len]; None if every token has one
+    positions: torch.Tensor | None  # the same, of tokens in their documents; None without packing
     data_digest: str
     built: Digests  # the parameters as the target built them, where asked for
     inputs: InputRecorder
     updates: Updates
 
     def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
-        """Return the arguments of the target's step: microbatches, and their labels if the case ignores some."""
-        given = (self.tokens,) if self.labels is None else (self.tokens, self.labels)
-        return tuple(tuple(by_step[step - 1]) for by_step in given)
+        """Return the arguments of the target's step: microbatches, labels if some have none, positions if packed."""
+        given = (self.tokens, self.labels, self.positions)
+        return tuple(tuple(by_step[step - 1]) for by_step in given if by_step is not None)
 
 
 def train(
@@ -181,7 +183,8 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
         world=world,
         target=PlayedRanks(target, case, world.plays) if world.plays.ranks > 1 else target,
         tokens=given,
-        labels=None if case.train.ignored_tokens == "none" else _labels(case, given, part),
+        labels=_labels(case, given, part) if case.train.counts_labels else None,
+        positions=None if case.train.packing == "none" else _shared(data.positions(case), given, part),
         data_digest=data.digest({"tokens": tokens, **data.with_other_stages(weights, built)}),
         built=digests,
         inputs=InputRecorder(
@@ -197,9 +200,12 @@ def tokens_of_rank(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
 
 def _labels(case: Case, tokens: torch.Tensor, part: slice) -> torch.Tensor:
     """Return the labels of the sequences that this rank trains on, `part` of the global batch."""
-    labels = tokens[..., 1:]
-    ignored = torch.from_numpy(data.ignored_labels(case)[part]).to(labels.device)
-    return labels.masked_fill(ignored.reshape(labels.shape[1:]), IGNORED)
+    return tokens[..., 1:].masked_fill(_shared(data.ignored_labels(case), tokens, part), IGNORED)
+
+
+def _shared(values: npt.NDArray[Any], tokens: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return of values [steps, sequences, positions] those of this rank, in microbatches like `tokens`."""
+    return torch.from_numpy(values[:, part]).to(tokens.device).unflatten(1, tokens.shape[1:3])
 
 
 def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watching: ProbeSet) -> StepTrace:

@@ -51,7 +51,8 @@ def rank_main(context: RankContext) -> bytes:
 
 def relations_of(case: Case, device: torch.device) -> tuple[Moved, ...]:
     """Return what this rank found of every relation of a case."""
-    plain = replace(case, train=replace(case.train, steps=1, ignored_tokens="none", resume="none", evaluate=False))
+    every = replace(case.train, steps=1, ignored_tokens="none", packing="none", resume="none", evaluate=False)
+    plain = replace(case, train=every)
     padded = replace(plain, train=replace(plain.train, ignored_tokens="unequal"))
     before = _step(plain, device, None)
     others = tuple(_moved(plain, device, before, relation) for relation in RELATIONS if relation != "padding")

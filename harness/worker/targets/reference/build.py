@@ -32,6 +32,7 @@ from harness.worker.targets.reference.loss import (
     Batch,
     global_loss,
     global_token_count,
+    lengths_of,
     loss_of_logits,
     sharded_logits,
     share_of_loss,
@@ -144,10 +145,13 @@ class ReferenceTarget:
 
     @torch.no_grad()
     def evaluate(
-        self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
+        self,
+        microbatches: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor] | None = None,
+        positions: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the loss of one step, in evaluation mode and without gradients."""
-        batches, tokens = self._counted(microbatches, labels)
+        batches, tokens = self._counted(microbatches, labels, positions)
         self.model.eval()
         if self._pipeline is None:
             losses = [share_of_loss(self._called, self.cut(batch), self._case, tokens) for batch in batches]
@@ -156,9 +160,14 @@ class ReferenceTarget:
         self.model.train()
         return self._global_loss(losses)
 
-    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
+    def step(
+        self,
+        microbatches: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor] | None = None,
+        positions: Sequence[torch.Tensor] | None = None,
+    ) -> StepResult:
         """Forward, backward, clipping where the case asks for it, and update."""
-        batches, tokens = self._counted(microbatches, labels)
+        batches, tokens = self._counted(microbatches, labels, positions)
         loss = self._global_loss(self._backward(batches, tokens))
         max_norm = self._case.train.max_norm
         copy = None
@@ -208,16 +217,23 @@ class ReferenceTarget:
         return loss_of_logits(logits, labels, self._case, self.tokens)
 
     def _counted(
-        self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None
+        self,
+        microbatches: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor] | None,
+        positions: Sequence[torch.Tensor] | None,
     ) -> tuple[Sequence[Batch], int]:
         """Return the batches of one step, and over how many tokens of all ranks their loss is a mean."""
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
-        batches = [Batch(tokens[:, :-1], own) for tokens, own in zip(microbatches, labels, strict=True)]
+        documents = [None] * len(microbatches) if positions is None else map(lengths_of, positions)
+        batches = [
+            Batch(tokens[:, :-1], own, lengths)
+            for tokens, own, lengths in zip(microbatches, labels, documents, strict=True)
+        ]
         return batches, global_token_count(map(self.cut, batches), self._meshes.dp, self._case)
 
     def cut(self, batch: Batch) -> Batch:
         """Return what this rank has of whole sequences."""
-        return batch if self.context is None else Batch(*map(self.context.cut, batch))
+        return batch if self.context is None else Batch(self.context.cut(batch.inputs), self.context.cut(batch.labels))
 
     def save(self, folder: Path) -> None:
         save(self._state(), checkpoint_id=folder)

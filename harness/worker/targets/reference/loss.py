@@ -1,7 +1,7 @@
 """The loss of the reference target: cross entropy over the tokens of the global batch, with a padded vocabulary."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -21,20 +21,27 @@ from harness.worker.tensors.reduction import of_all_ranks
 
 
 class Batch(NamedTuple):
-    """A microbatch: inputs and labels, [local_batch, seq_len] each."""
+    """A microbatch: inputs and labels, [local_batch, seq_len] each. `documents`: the lengths of those in it."""
 
     inputs: torch.Tensor
     labels: torch.Tensor
+    documents: Sequence[int] | None = None
 
 
 def share_of_loss(model: nn.Module, batch: Batch, case: Case, tokens: float, *, backward: bool = False) -> torch.Tensor:
     """Return one batch's share of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
     with sharded_logits(case):
-        logits = mask_padded_vocab(model(batch.inputs), case)
+        logits = mask_padded_vocab(model(batch.inputs, batch.documents), case)
         loss = summed_loss(logits, batch.labels) / tokens
         if backward:
             loss.backward()
     return whole(loss.detach())
+
+
+def lengths_of(positions: torch.Tensor) -> list[int]:
+    """Return the lengths of the documents of a microbatch, of one sequence behind the other."""
+    begins = (positions.flatten() == 0).nonzero().flatten()
+    return begins.diff(append=begins.new_tensor([positions.numel()])).tolist()
 
 
 def sharded_logits(case: Case) -> AbstractContextManager[None]:
@@ -57,7 +64,7 @@ def global_token_count(batches: Iterable[Batch], dp: DeviceMesh | None, case: Ca
 
     Ranks add up the labels that they have where a case ignores some.
     """
-    if case.train.ignored_tokens == "none":
+    if not case.train.counts_labels:
         return case.train.tokens
     return int(summed_over(torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum(), dp))
 

@@ -4,7 +4,7 @@ It contains no FP8 and no parallelism: `float8.py` replaces the linears, `parall
 parallelism attention infers its number of heads from the width of its input.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,21 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return out.transpose(1, 2)
 
 
+def attend_apart(
+    documents: Sequence[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Return the attention of documents of these lengths, each to itself alone, at positions from 0 on.
+
+    They lie one behind the other in q, k and v [batch, seq, heads, head_dim], as in attention kernels of many lengths.
+    """
+    pieces = zip(*(tensor.flatten(0, 1)[None].split(documents, 1) for tensor in (q, k, v)), strict=True)
+    tables = ((cos[:length], sin[:length]) for length in documents)
+    attended = [
+        attend(apply_rope(q, *table), apply_rope(k, *table), v) for (q, k, v), table in zip(pieces, tables, strict=True)
+    ]
+    return torch.cat(attended, 1).view(q.shape)
+
+
 class Context(Protocol):
     """Attention where the sequences of x are cut into pieces."""
 
@@ -62,10 +77,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=bias)
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=bias)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, documents: Sequence[int] | None = None
+    ) -> torch.Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
         if self.context is not None:
             return self.wo(self.context.attend(q, k, v, cos, sin).flatten(-2))
+        if documents is not None:
+            return self.wo(attend_apart(documents, q, k, v, cos, sin).flatten(-2))
         return self.wo(attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
 
 
@@ -96,8 +115,10 @@ class TransformerBlock(nn.Module):
         else:
             self.feed_forward = FeedForward(shape.dim, shape.ffn_dim, bias=bias)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents=documents)
         hidden = self.ffn_norm(x)
         return x + (self.moe(hidden) if hasattr(self, "moe") else self.feed_forward(hidden))
 
@@ -117,11 +138,14 @@ class Llama(nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits in the dtype of the output layer. A stage of a pipeline has a part of the modules."""
+    def forward(self, tokens: torch.Tensor, documents: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the logits in the dtype of the output layer. A stage of a pipeline has a part of the modules.
+
+        `documents`: lengths of those that the sequences are packed with, one sequence behind the other.
+        """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            x = block(x, self.rope_cos, self.rope_sin)
+            x = block(x, self.rope_cos, self.rope_sin, documents)
         if self.training:
             for moe in self.mixtures():
                 moe.count()

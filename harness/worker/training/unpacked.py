@@ -1,0 +1,44 @@
+"""The documents of packed sequences, each alone: what the loss of the first step is without packing and padding."""
+
+from collections.abc import Iterator
+
+import torch
+from msgspec.structs import replace
+
+from harness.matrix.case import Case, Layout
+from harness.worker.targets import data
+from harness.worker.targets.contract import build_target
+from harness.worker.targets.target import IGNORED, World
+from harness.worker.training.train import evaluate
+
+Document = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens [1, length + 1], labels and positions [1, length]
+
+
+def loss_of_documents(case: Case, device: torch.device) -> float | None:
+    """Return the loss of step 1 of a target that is built anew and called with one document at a time, on one rank.
+
+    It is evaluated: of a few tokens float8 kernels refuse the matmul for weight gradients. None where a scale is of
+    several tokens, so that a document alone has others.
+    """
+    if not case.float8.traits.keeps_tokens_apart("forward"):
+        return None
+    documents = [tuple(part.to(device) for part in document) for document in _documents(case)]
+    alone = replace(case, layout=Layout())
+    world = World(device=device, fsdp=case.uses_fsdp, dp_rank=0, microbatches=len(documents), local_batch=1)
+    target = build_target(alone, world)
+    data.write_weights(target.model, alone)
+    return float(evaluate(target, [*zip(*documents, strict=True)], 1))
+
+
+def _documents(case: Case) -> Iterator[Document]:
+    """Yield every document of step 1: its last token has no label, but that of a sequence which goes on behind it."""
+    train, tokens = case.train, torch.from_numpy(data.global_tokens(case)[0])
+    for number, sequence in enumerate(tokens):
+        begin, (*lengths, last) = 0, train.documents(number, step=1)
+        for length in (*lengths, *([] if train.packing == "padded" else [last])):
+            given = sequence[begin : begin + length + 1][None]
+            begin += length
+            labels = given[:, 1:].clone()
+            if begin < train.seq_len:
+                labels[:, -1] = IGNORED
+            yield given, labels, torch.arange(length)[None]
