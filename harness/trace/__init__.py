@@ -13,6 +13,7 @@ from harness.trace.graphs import GraphTrace
 from harness.trace.model import ModelRecord, ModuleDistance, ModuleShard, Resumed, StateChange, StepInputs, TensorSketch
 from harness.trace.operands import CastShare, OperandTrace
 from harness.trace.record import Record
+from harness.trace.unshards import UnshardTrace
 
 
 class StepTrace(Record, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     cast_shares: tuple[CastShare, ...] | None = None  # of a single-rank reference alone, instead of its operands
+    unshards: UnshardTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None

@@ -38,7 +38,7 @@ USERS = {
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
     "release": (("compare", "last~1", "last"),),
     "tiers": (("dev", "tier", "smoke"),),
-    "torchtitan": (("run", "smoke", "--target", "torchtitan_0_3"),),
+    "torchtitan": (("run", "smoke", "--target", "torchtitan"),),
 }
 # Everything of the core and of other plug-ins can be imported, and the commands say what is missing.
 IMPORT_AND_CALL = """
