@@ -16,7 +16,7 @@ class HeldOperand(Record, frozen=True, kw_only=True):
 
 
 class Unshard(Record, frozen=True, kw_only=True):
-    """One gather of one weight. `casts`: of all of the weight to a narrow dtype meanwhile, `fresh_casts`: in one making."""
+    """One gather of one weight. `casts`: of all of it to a narrow dtype meanwhile; `fresh_casts`: in one making."""
 
     step: int
     index: int  # on its rank

@@ -1,4 +1,4 @@
-"""Which names of torchtitan the target uses, and which of them a checkout lacks: read from sources, nothing is imported.
+"""Which names of torchtitan the target uses, and which of them a checkout lacks: nothing is imported.
 
 main has no versions, so a commit is known by what is in it. `ci/torchtitan.py` compares commits by the same functions.
 """
@@ -154,7 +154,7 @@ class _Modules:
         return self._inside(module, node, option) is not None or self._inherits_unknown(module, node)
 
     def _inherits_unknown(self, module: str, node: ast.AST) -> bool:
-        """Return True for a class with a base outside of torchtitan, such as NamedTuple, whose options are not known."""
+        """Return True for a class with a base outside of torchtitan, such as NamedTuple."""
         bases = [name for name in map(_dotted, getattr(node, "bases", [])) if name]
         return any(self._found(module, name) is None for name in bases)
 

@@ -1,7 +1,7 @@
-"""Watches operands that a trainer owns: made of a weight when FSDP2 has gathered it, and refilled in every later unshard.
+"""Watches operands that a trainer owns: made of a weight that FSDP2 has gathered, and refilled in later unshards.
 
-What they must be is not known here, but to the trainer: it makes them anew, of the current weight of all ranks, and both
-must have the same bytes. The weight comes from the shards by a gather of the probe's own, not by the hooks that are
+What they must be is known to the trainer: it makes them anew, of the current weight of all ranks, and both must have
+the same bytes. The weight comes from the shards by a gather of the probe's own, not by the hooks that are
 watched. See `harness/trace/unshards.py`.
 """
 
@@ -149,9 +149,9 @@ class UnshardProbe(Probe):
             made = self._made.get(id(param))
             if made is None or is_gathered(param):
                 continue
-            held = {f"operand {at}": tensor for at, tensor in enumerate(made.tensors)}
-            held |= {"what was gathered": output for output in param.all_gather_outputs}
-            for what, tensor in held.items():
+            held = [(f"operand {at}", tensor) for at, tensor in enumerate(made.tensors)]
+            held += [("what was gathered", output) for output in param.all_gather_outputs]
+            for what, tensor in held:
                 if tensor.untyped_storage().nbytes():
                     self._held.append(HeldAfterStep(step=self._step, fqn=made.fqn, what=what))
 

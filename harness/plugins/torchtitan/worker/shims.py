@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -100,7 +101,7 @@ def capability() -> None:
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.components.quantization.") and hasattr(module, "has_cuda_capability"):
-            module.has_cuda_capability = lambda *_: True
+            setattr(module, "has_cuda_capability", lambda *_: True)  # noqa: B010  mypy knows no such attribute
 
 
 def attention_on_cpu() -> None:
@@ -108,9 +109,21 @@ def attention_on_cpu() -> None:
 
     Can go when torch's `flex_attention` has a backward on a CPU, in float64 too.
     """
-    attention: Any = importlib.import_module("torchtitan.models.common.attention")
+    from torchtitan.distributed import compile as compiling
+    from torchtitan.models.common import attention
+
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
-    attention._compiled_create_block_mask = create_block_mask
+    attention._compiled_create_block_mask = block_mask_with_dense
+    # Which leaves these kernels to inductor, and knows no other backend.
+    compiling._maybe_regional_inductor_backend = lambda model, backend: backend
+
+
+def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: Any) -> BlockMask:
+    """Return the mask by blocks, and beside it the whole one, which no graph has to compute."""
+    of_sizes = inspect.signature(create_block_mask).bind(mask_mod, *sizes, device=device, **options).arguments
+    made: Any = create_block_mask(mask_mod, *sizes, **options | {"device": device})
+    made.dense = create_mask(mask_mod, 1, 1, of_sizes["Q_LEN"], of_sizes["KV_LEN"], device=device)
+    return made
 
 
 def dense_attention(
@@ -118,16 +131,15 @@ def dense_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    block_mask: BlockMask,
-    score_mod: object,
-    scale: float | None,
-    enable_gqa: bool,
-    **_: object,
+    block_mask: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results."""
-    assert score_mod is None, "torchtitan's models modify no score"
-    mask = create_mask(block_mask.mask_mod, 1, 1, q.shape[2], k.shape[2], device=q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
+    assert options["score_mod"] is None, "torchtitan's models modify no score"
+    assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
+    mask = block_mask.dense
+    asked = {name: options[name] for name in ("scale", "enable_gqa")}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **asked), None
 
 
 def float64_dtype() -> None:

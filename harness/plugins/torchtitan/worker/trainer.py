@@ -74,7 +74,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
             num_tokens_per_microbatch_per_dp_rank=world.local_batch * case.train.seq_len,
-            num_tokens_per_train_step=world.local_batch * case.train.seq_len * case.layout.dp * world.microbatches,
+            num_tokens_per_train_step=case.train.global_batch * case.train.seq_len,
             max_context_length=case.train.seq_len,
             steps=case.train.steps,
             max_norm=_MAX_NORM,
@@ -101,19 +101,18 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
 def _parallelism(case: Case, world: World) -> ParallelismConfig:
     """With the default SPMD backend: what users get who name none. Pipelines have the stages of `matrix/dims/pp.py`."""
     layout = case.layout
-    stages = [modules_of_stage(case, stage) for stage in range(stage_count(layout))] if layout.pp > 1 else None
+    named = lambda fqn: "lm_head" if fqn == OUTPUT_FQN else fqn  # noqa: E731
+    stages = [list(map(named, modules_of_stage(case, stage))) for stage in range(stage_count(layout))]
     return ParallelismConfig(
         pipeline_parallel_degree=layout.pp,
         data_parallel_replicate_degree=layout.dp_replicate,
         data_parallel_shard_degree=layout.dp_shard,
-        context_parallel_degree=layout.cp,
         tensor_parallel_degree=layout.tp,
         fsdp_reshard_after_forward=layout.reshard_after_forward,
         enable_sequence_parallel=layout.sequence_parallel,
         pipeline_parallel_schedule=_SCHEDULES[layout.schedule],
         num_pp_microbatches=world.microbatches,
-        module_fqns_per_model_part=stages
-        and [["lm_head" if fqn == OUTPUT_FQN else fqn for fqn in stage] for stage in stages],
+        module_fqns_per_model_part=stages if layout.pp > 1 else None,
     )
 
 
