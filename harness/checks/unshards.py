@@ -19,10 +19,8 @@ _rule = Rules("unshards", Stage.SCALES, located=True)
 DTYPE = _rule("dtype", "a weight is gathered in another dtype than its trainer documents")
 ARRIVED = _rule("arrived", "what was gathered is not the weight that the ranks have")
 PADDED = _rule("padding", "the padding of uneven shards is in the operands of a weight")
-STALE = _rule("stale", "a weight is gathered, but its operands are those of an earlier one")
-PARTLY = _rule("partly", "a refill leaves an operand of a weight as it was")
-OTHER = _rule("other", "a refill makes another operand than the weight gives when it is quantized anew")
-REPLACED = _rule("replaced", "a refill makes new operands, and FSDP2 manages the memory of the old ones")
+REFILL = _rule("refill", "a weight is gathered, but its operands are not what quantizing it anew gives")
+PARTLY = _rule("partly", "a weight is gathered, but one of its operands is not what quantizing it anew gives")
 CASTS = _rule("casts", "a weight is quantized more often than its operands need in one unshard")
 AGAIN = _rule("again", "a weight is quantized again, without a reshard in between")
 OUTDATED = _rule("outdated", "a matmul reads an operand from before the last update of its weight")
@@ -82,18 +80,15 @@ def _of_gather(rank: int, unshard: Unshard) -> Iterator[Mismatch]:
         yield Mismatch(*place, CASTS, f"{unshard.fresh_casts} casts", f"{unshard.casts}")
     if unshard.again:
         yield Mismatch(*place, AGAIN, "the operands of the last unshard", "a second quantization")
-    if unshard.replaced:
-        yield Mismatch(*place, REPLACED, "the same tensors", "others")
     if unshard.holds_gathered:
         yield Mismatch(*place, BESIDE, "freed when its operands are made", "what was gathered")
 
 
 def _of_operands(rank: int, unshard: Unshard) -> Iterator[Mismatch]:
     place, right = (unshard.step, unshard.index, rank, unshard.fqn), [held.right for held in unshard.operands]
-    old = [held for held in unshard.operands if held.since]
     for at, held in enumerate(unshard.operands):
         if not held.right:
-            rule = OTHER if not held.since else PARTLY if any(right) or len(old) < len(right) else STALE
+            rule = PARTLY if any(right) else REFILL
             found = f"that of step {held.since}" if held.since else "other bytes"
             yield Mismatch(*place, rule, "that of the current weight", found, _name(at, held))
 

@@ -28,7 +28,6 @@ class Unshard(Record, frozen=True, kw_only=True):
     fresh_casts: int
     operands: tuple[HeldOperand, ...]
     again: bool  # without a reshard since the last one
-    replaced: bool  # by other tensors than those that FSDP2 manages
     padded: bool  # another value in the padding of uneven shards gives other operands
     holds_gathered: bool  # although the operands need it no longer
 

@@ -73,7 +73,7 @@ class UnshardProbe(Probe):
     @torch.no_grad()
     def _watch(self, param: ManagedParam, make: Any) -> None:
         made = self._made.setdefault(id(param), _Made(clean_fqn(param._param_fqn)))
-        metadata, again, before = param._extensions_data.all_gather_metadata, made.is_there, made.tensors
+        metadata, again = param._extensions_data.all_gather_metadata, made.is_there
         with unobserved():
             weight = _whole_weight(param)
             gathered = param._unflatten_all_gather_outputs()[0]
@@ -103,9 +103,8 @@ class UnshardProbe(Probe):
                 fresh_casts=fresh_casts,
                 operands=operands,
                 again=again,
-                replaced=bool(before) and list(map(id, before)) != list(map(id, tensors)),
                 padded=padded,
-                holds_gathered=param._release_all_gather_outputs_after_post_all_gather
+                holds_gathered=getattr(param, "_release_all_gather_outputs_after_post_all_gather", False)
                 and any(output.untyped_storage().nbytes() for output in param.all_gather_outputs),
             )
         )
