@@ -15,7 +15,8 @@ from harness.trace import RankTrace, Run
 from harness.trace.unshards import HeldOperand, Unshard
 from harness.verdict import Finding
 
-_rule = Rules("unshards", Stage.SCALES, located=True)
+_OWN = "dtype arrived padding refill partly casts again outdated overwritten unread beside held"
+_rule = Rules("unshards", Stage.SCALES, located=True, only={"an own target": _OWN})
 DTYPE = _rule("dtype", "a weight is gathered in another dtype than its trainer documents")
 ARRIVED = _rule("arrived", "what was gathered is not the weight that the ranks have")
 PADDED = _rule("padding", "the padding of uneven shards is in the operands of a weight")

@@ -1,4 +1,4 @@
-"""What can go wrong with operands that a trainer owns, each planted at the seam where it happens: a function of the model."""
+"""What can go wrong with operands that a trainer owns, each planted at its seam by a function."""
 
 from __future__ import annotations
 

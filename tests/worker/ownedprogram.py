@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -65,7 +66,7 @@ class Shard(torch.Tensor):
     """The rows of a weight that a rank has, with the hooks of FSDP2."""
 
     @staticmethod
-    def __new__(cls, rows: Tensor) -> Shard:
+    def __new__(cls, rows: Tensor) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, rows.shape, strides=rows.stride(), dtype=rows.dtype)
 
     def __init__(self, rows: Tensor) -> None:
@@ -107,7 +108,7 @@ class Gathered(torch.Tensor):
     """The whole weight, of which there are the operands alone."""
 
     @staticmethod
-    def __new__(cls, operands: Operands, dtype: torch.dtype) -> Gathered:
+    def __new__(cls, operands: Operands, dtype: torch.dtype) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, operands.forward.shape, dtype=dtype)
 
     def __init__(self, operands: Operands, dtype: torch.dtype) -> None:
@@ -168,7 +169,7 @@ def rank_main(context: RankContext) -> bytes:
     process_group.join(context, "shared")
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(*(Owning(*sizes) for sizes in zip(SIZES, SIZES[1:], strict=False)))
+        model = nn.Sequential(*(Owning(*sizes) for sizes in pairwise(SIZES)))
         if options["fault"]:
             getattr(importlib.import_module("tests.worker.ownedfaults"), options["fault"])(model)
         with UnshardProbe(Case(), torch.device("cpu")) as probe:
@@ -190,7 +191,9 @@ def train(model: Any, probe: UnshardProbe) -> None:
             begin(model, microbatch)
             # As pipelines do: weights stay until the last microbatch.
             last = microbatch == MICROBATCHES - 1
-            model.set_reshard_after_backward(last or model[0]._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
+            model.set_reshard_after_backward(
+                last or model[0]._get_fsdp_state()._fsdp_param_group._reshard_after_forward
+            )
             result = model(torch.randn(TOKENS, SIZES[0], dtype=torch.bfloat16))
             between(model)
             result.square().mean().backward()

@@ -26,6 +26,7 @@ from harness.worker.tensors.digests import digest
 from harness.worker.tensors.names import clean_fqn, dtype_name
 
 Tensor = torch.Tensor
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class _Made:
@@ -104,7 +105,7 @@ class UnshardProbe(Probe):
                 operands=operands,
                 again=again,
                 padded=padded,
-                holds_gathered=getattr(param, "_release_all_gather_outputs_after_post_all_gather", False)
+                holds_gathered=_releases(param)
                 and any(output.untyped_storage().nbytes() for output in param.all_gather_outputs),
             )
         )
@@ -165,6 +166,12 @@ class UnshardProbe(Probe):
             uses=tuple(self._uses),
             held=tuple(self._held),
         )
+
+
+def _releases(param: ManagedParam) -> bool:
+    """Return True if FSDP2 frees what was gathered as soon as operands are made of it, as torch 2.15 does on demand."""
+    asks: Any = getattr(param._sharded_local_tensor, _RELEASES, bool)
+    return bool(asks()) and hasattr(FSDPParam, "free_all_gather_outputs")
 
 
 def address(tensor: Tensor) -> int:
