@@ -23,8 +23,6 @@ NOT_DRAFTED = {
     "async-tp-fuses-no-float8-matmul-with-a-bias": "a fusion that is missing, not a wrong number",
     "compiled-block-loses-gradient-of-async-input": "pytorch#191113 mends it",
     "compiled-block-crashes-on-async-input": "pytorch#191113 mends it",
-    "torchtitan-scale-per-tp-shard": "needs torchtitan and torch 2.15",
-    "torchtitan-scale-per-tp-shard-of-output": "needs torchtitan and torch 2.15",
     "torchtitan-async-tp-fuses-nothing": "needs torchtitan and torch 2.15",
     "inductor-casts-by-the-local-amax": "pytorch#185509, mended in torch 2.14; no small program shows it",
     "mxfp8-matmul-of-shards": "pytorch#191992",
