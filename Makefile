@@ -48,7 +48,8 @@ browser:  ## install the Chromium of tests/browser where none is, from Debian's 
 	apt-get update -q && apt-get install -qy --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
 torchtitan: $(TITAN_VENV)  ## run the tests of the torchtitan target, in an environment of its own, for every night: TORCHTITAN=a folder or URL@COMMIT
-	$(TITAN_VENV)/bin/python -m pytest -q tests/plugins/torchtitan
+	$(TITAN_VENV)/bin/python -m pytest -q tests/plugins/torchtitan tests/worker/test_unshards.py
+	$(TITAN_VENV)/bin/python -m pytest -q -m sweep -k torchtitan tests/plugins/bugs/acceptance/test_upstream_scripts.py
 	$(TITAN_VENV)/bin/fp8-harness run torchtitan
 
 # A commit that the target cannot drive is refused before anything is installed. The CUDA build of torch, 5 GB, runs on a CPU.

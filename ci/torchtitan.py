@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.plugins.torchtitan.names import missing
+from harness.plugins.torchtitan.names import Read, missing
 
 _PARTS = ("torchtitan", "torchtitan_recipes", "assets", "pyproject.toml", "README.md", "LICENSE")
 _SHOWN = 5  # names that a commit lacks
@@ -39,7 +39,10 @@ def _text(folder: Path, commit: str, path: str) -> str | None:
 
 def get(source: str, folder: Path) -> Path:
     """Return the folder of a torchtitan that the target can drive. HarnessError for any other."""
-    source, _, commit = source.rpartition("@") if "@" in source else (source, "", "")
+    if "@" in source:
+        source, _, commit = source.rpartition("@")
+    else:
+        commit = ""
     if not commit and (Path(source) / "pyproject.toml").is_file():
         _require(f"torchtitan in {source}", lambda path: _of_file(Path(source) / path))
         return Path(source)
@@ -75,8 +78,8 @@ def _name(version: Path, commit: str) -> None:
     version.write_text(f"{version.read_text().strip().partition('+')[0]}+g{commit[:9]}\n")
 
 
-def _require(what: str, read: partial[str | None] | object) -> None:
-    gone = missing(read)  # type: ignore[arg-type]
+def _require(what: str, read: Read) -> None:
+    gone = missing(read)
     if gone:
         listed = "; ".join(map(str, gone[:_SHOWN]))
         raise HarnessError(

@@ -60,7 +60,7 @@ for command in [["--help"], ["dev", "--help"], ["show", "--help"], *commands]:
 
 def without(name: str | None, folder: Path, *more: str) -> Path:
     """A copy of the package, and of `more` of the repository, without one plug-in."""
-    for part in ("harness", "cases", "golden", "pyproject.toml", "ci", *more):
+    for part in ("harness", "fp8_harness", "cases", "golden", "pyproject.toml", "ci", *more):
         source, others = REPOSITORY / part, (name,) if name and part in ("harness", "tests") else ()
         if source.is_dir():
             skipped = shutil.ignore_patterns("__pycache__", "_project", *others)
