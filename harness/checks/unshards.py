@@ -42,7 +42,7 @@ def _not_judged(expect: Expectations, device: str) -> str:
     not_judged=_not_judged,
     also_reads=("unshards",),
     unasked="unshards",
-    absent="no gathered weight has operands of its own",
+    absent="no trainer makes operands of a gathered weight",
 )
 def check_unshards(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Are owned operands those of the current weight, made once an unshard, read while they are right, then freed?"""
@@ -90,8 +90,8 @@ def _of_operands(rank: int, unshard: Unshard) -> Iterator[Mismatch]:
     for at, held in enumerate(unshard.operands):
         if not held.right:
             rule = PARTLY if any(right) else REFILL
-            found = f"that of step {held.since}" if held.since else "other bytes"
-            yield Mismatch(*place, rule, "that of the current weight", found, _name(at, held))
+            found = f"the operand of step {held.since}" if held.since else "other bytes"
+            yield Mismatch(*place, rule, "an operand of the current weight", found, _name(at, held))
 
 
 def _name(at: int, held: HeldOperand) -> str:
