@@ -78,7 +78,7 @@ class UnshardProbe(Probe):
         with unobserved():
             weight = _whole_weight(param)
             gathered = param._unflatten_all_gather_outputs()[0]
-            arrived = torch.equal(gathered[: len(weight)].to(weight.dtype), weight)
+            arrived = _equal([gathered[: len(weight)].to(weight.dtype)], [weight])  # NaN equals NaN
             rows = len(gathered) - len(weight)
         with _casts(weight.numel()) as casts:
             make(param)
