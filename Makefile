@@ -10,9 +10,9 @@ DEV := $(VENV)/.dev
 # counts as newer than the same version of PyPI. So one call of pip finds all, and everything is resolved once.
 TORCH_INDEX :=
 INSTALL = -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-# torchtitan and what it imports stay out of .venv
-TITAN_VENV := .venv-torchtitan-0.3
-TITAN_READY := $(TITAN_VENV)/.ready
+# torchtitan and what it imports stay out of .venv. TORCHTITAN: a folder, or a git repository with @COMMIT.
+TITAN_VENV := .venv-torchtitan
+TORCHTITAN := https://github.com/pytorch/torchtitan@b5bcd76c66d0acb1a08b176d9639425bc55e0b2a
 
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
@@ -20,7 +20,7 @@ TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan-0.3 transformers versions torchao-tests lint format docs clean
+.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan .venv-torchtitan transformers versions torchao-tests lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end on the CPU and print the verdict table
 	$(BIN)/fp8-harness run smoke --device cpu
@@ -47,8 +47,17 @@ browser:  ## install the Chromium of tests/browser where none is, from Debian's 
 	done; \
 	apt-get update -q && apt-get install -qy --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
-torchtitan-0.3: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own with torch 2.14, for every night
-	$(TITAN_VENV)/bin/python -m pytest -q tests/plugins/torchtitan
+torchtitan: $(TITAN_VENV)  ## run the tests of the torchtitan target, in an environment of its own, for every night: TORCHTITAN=a folder or URL@COMMIT
+	$(TITAN_VENV)/bin/python -m pytest -q tests/plugins/torchtitan tests/worker/test_unshards.py
+	$(TITAN_VENV)/bin/python -m pytest -q -m sweep -k torchtitan tests/plugins/bugs/acceptance/test_upstream_scripts.py
+	$(TITAN_VENV)/bin/fp8-harness run torchtitan
+
+# A commit that the target cannot drive is refused before anything is installed. The CUDA build of torch, 5 GB, runs on a CPU.
+$(TITAN_VENV): $(READY)
+	$(BIN)/python ci/torchtitan.py get "$(TORCHTITAN)" $(TITAN_VENV)-source
+	test -d $(TITAN_VENV) || $(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_VENV)/bin/python $(INSTALL) -c ci/constraints-torchtitan.txt -e '.[train,dev]' torch_remat \
+		-e "$$($(BIN)/python ci/torchtitan.py get "$(TORCHTITAN)" $(TITAN_VENV)-source)"
 
 transformers: $(TRANSFORMERS_READY)  ## run examples/hf_llama, examples/scripts and the FP8 loader of transformers, in an environment of its own, for every night
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -q -m sweep tests/acceptance/test_hf_llama.py
@@ -137,10 +146,5 @@ $(TRANSFORMERS_READY): pyproject.toml ci/constraints.txt ci/constraints-transfor
 		-c ci/constraints.txt -c ci/constraints-transformers.txt -e '.[scripts,dev]'
 	touch $@
 
-$(TITAN_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
-	$(PYTHON) -m venv $(TITAN_VENV)
-	$(TITAN_VENV)/bin/python $(INSTALL) -c ci/constraints-torchtitan-0.3.txt -e '.[torchtitan-0-3,dev]'
-	touch $@
-
 clean:
-	rm -rf site $(VENV) $(TITAN_VENV) $(TRANSFORMERS_VENV) $(TORCHAO_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_VENV)-source $(TRANSFORMERS_VENV) $(TORCHAO_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

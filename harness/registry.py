@@ -41,7 +41,7 @@ _HOMES: Mapping[str, str] = {
     "--launcher ray": "launchers",
     "--launcher torchrun": "launchers",
     "fault:": "faults",
-    "torchtitan_0_3": "torchtitan",
+    "torchtitan": "torchtitan",
     "bug files": "bugs",
     "catalogue of faults": "faults",
     "compare records": "exec",
@@ -60,14 +60,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     `module`: has `build`, as `worker/targets/target.py` says. `llama`: it trains the Llama of the cases, so shapes and
     names of its modules follow from a case. `plain_shards`: its modules get plain tensors under TP. `package`: what
-    must be installed, and in which version; `extra`: of fp8-harness, which installs it.
+    must be installed; `install`: the command that does it. `require`: a function that raises HarnessError where what is
+    installed cannot be driven, before anything runs.
     """
 
     module: str
     llama: bool = False
     plain_shards: bool = False
-    package: tuple[str, str] | None = None
-    extra: str = ""
+    package: str = ""
+    install: str = ""
+    require: str = ""
 
 
 class Injections(msgspec.Struct, frozen=True, kw_only=True):

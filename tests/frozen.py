@@ -24,7 +24,7 @@ from harness.matrix.rules import exclusions, expected_refusal
 
 ROOT = Path(__file__).parents[1]
 STORED = Path(__file__).with_suffix(".txt")
-TIERS = ("smoke", "pr", "nightly", "noise", "gloo", "torchtitan_0_3")
+TIERS = ("smoke", "pr", "nightly", "noise", "gloo", "torchtitan")
 DRAWN = 600
 _NUMBERS: dict[str, tuple[object, ...]] = {
     "target": ("reference", "my_pkg.my_target"),

@@ -23,7 +23,7 @@ _FILTERS = st.lists(st.sampled_from(["wq", "wk", "attention", "layers.1", "outpu
 
 # Axes without a list of choices: what they can be at all, and numbers that fit together more often than not.
 _ANY: Strategies = {
-    "target": st.sampled_from(["reference", "torchtitan_0_3", "my_pkg.my_target", "trainer"]),
+    "target": st.sampled_from(["reference", "torchtitan", "my_pkg.my_target", "trainer"]),
     "vocab_size": st.integers(1, 5000),
     "pad_vocab_to_multiple_of": st.integers(1, 300),
     "dim": st.none() | st.sampled_from([64, 128, 256]),

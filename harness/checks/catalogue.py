@@ -37,6 +37,7 @@ from harness.checks import (
     routing,
     scales,
     traffic,
+    unshards,
     updates,
 )
 from harness.checks.check import Check, Rule, Rules, Stage, by_name
@@ -66,6 +67,7 @@ CHECKS: tuple[Check, ...] = (
     fp8_on.check_matmuls,
     recompute.check_recompute,
     scales.check_scales,
+    unshards.check_unshards,
     graph_scales.check_graph_scales,
     scales.check_underflow,
     routing.check_routing,

@@ -21,6 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates
 from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, rounding_of_norm
 from harness.promises import Limit
+from harness.registry import REFERENCE
 from harness.result import Errors, WorstGradient
 from harness.text import format_ranks
 from harness.trace import Run
@@ -106,7 +107,8 @@ def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
 
 def _allowed_of_weights(case: Case, tolerance: Tolerance) -> float:
     """Return how far an updated parameter may be from the reference's, relative to its norm."""
-    is_rounded = tolerance.key not in OF_EVERY_MODEL and case.parameter_dtype == "float32"
+    is_exact = tolerance.key in OF_EVERY_MODEL and case.target == REFERENCE  # of which the optimizer is known
+    is_rounded = not is_exact and case.parameter_dtype == "float32"
     return max(tolerance.per_step[-1], Limit("parity.last_bit") if is_rounded else 0.0)
 
 

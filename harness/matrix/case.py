@@ -308,7 +308,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     """
 
     target: Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)] = axis(
-        "target: reference, torchtitan_0_3, or your own module",
+        "target: reference, torchtitan, or your own module",
         Word(
             template="target.{target}",
             example="target.my_pkg.my_target",

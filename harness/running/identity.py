@@ -22,7 +22,7 @@ from harness.evidence.golden import tree_commit, tree_difference
 from harness.hints import EXEC
 from harness.matrix.upstream import installed_changes
 from harness.project import builds_folder
-from harness.registry import REFERENCE, Target, is_offered, module_of, needed, targets
+from harness.registry import REFERENCE, Target, is_offered, load, module_of, needed, targets
 from harness.request import default_arithmetic
 from harness.result import Environment
 from harness.running.plan import DEFAULT_PROGRAM, Plan
@@ -74,13 +74,11 @@ def check_targets(names: Iterable[str], root: Path) -> None:
 
 
 def _check_package(name: str, target: Target) -> None:
-    """Raise HarnessError if the training framework that a target drives is not installed, or is another version."""
-    package, driven = target.package or ("", None)
-    installed = installed_version(package) if package else None
-    if installed == driven:
-        return
-    what = f"{package} is not installed." if installed is None else f"it drives {package} {driven}, not {installed}."
-    raise HarnessError(what, where=f"target {name}", fix=f"pip install 'fp8-harness[{target.extra}]'")
+    """Raise HarnessError if the training framework that a target drives is not installed, or cannot be driven."""
+    if target.package and installed_version(target.package) is None:
+        raise HarnessError(f"{target.package} is not installed.", where=f"target {name}", fix=target.install)
+    if target.require:
+        load(target.require)()
 
 
 def _check_build(target: str, file: Path) -> None:
@@ -137,7 +135,7 @@ def target_digest(target: str, root: Path) -> str:
     if target == REFERENCE:
         return ""
     if target in targets():
-        package, _ = targets()[target].package or ("", None)
+        package = targets()[target].package
         return f"{target} {installed_version(package)} {files_digest(package)}" if package else target
     return digest_in(target, search_path(root))
 

@@ -13,6 +13,7 @@ from harness.trace.graphs import GraphTrace
 from harness.trace.model import ModelRecord, ModuleDistance, ModuleShard, Resumed, StateChange, StepInputs, TensorSketch
 from harness.trace.operands import CastShare, OperandTrace
 from harness.trace.record import Record
+from harness.trace.unshards import UnshardTrace
 
 
 class StepTrace(Record, frozen=True, kw_only=True):
@@ -51,6 +52,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     operands: OperandTrace | None = None
     cast_shares: tuple[CastShare, ...] | None = None  # of a single-rank reference alone, instead of its operands
     loss_of_documents: float | None = None  # of step 1, each alone: of a reference of packed sequences
+    unshards: UnshardTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None

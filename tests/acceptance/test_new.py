@@ -126,8 +126,8 @@ def test_flags_become_a_case_with_the_axes_that_are_given(shared: Command) -> No
     done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--recipe", "rowwise", "--set", "seq_len=64")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "tp2-rowwise-v2048-gb2-sl64-b16\n"
-    done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--target", "torchtitan_0_3")
-    assert done.stdout == "target.torchtitan_0_3-tp2-bf16-v2048-gb2-b16\n"
+    done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--target", "torchtitan")
+    assert done.stdout == "target.torchtitan-tp2-bf16-v2048-gb2-b16\n"
 
 
 def test_questions_come_before_a_file(project: Command) -> None:

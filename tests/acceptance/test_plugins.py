@@ -44,7 +44,7 @@ USERS = {
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
     "release": (("compare", "last~1", "last"),),
     "tiers": (("dev", "tier", "smoke"),),
-    "torchtitan": (("run", "smoke", "--target", "torchtitan_0_3"),),
+    "torchtitan": (("run", "smoke", "--target", "torchtitan"),),
 }
 # Everything of the core and of other plug-ins can be imported, and the commands say what is missing.
 IMPORT_AND_CALL = """
@@ -66,7 +66,7 @@ for command in [["--help"], ["dev", "--help"], ["show", "--help"], *commands]:
 
 def without(name: str | None, folder: Path, *more: str) -> Path:
     """A copy of the package, and of `more` of the repository, without one plug-in."""
-    for part in ("harness", "cases", "golden", "pyproject.toml", "ci", *more):
+    for part in ("harness", "fp8_harness", "cases", "golden", "pyproject.toml", "ci", *more):
         source, others = REPOSITORY / part, (name,) if name and part in ("harness", "tests") else ()
         if source.is_dir():
             skipped = shutil.ignore_patterns("__pycache__", "_project", *others)

@@ -113,7 +113,7 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
 
 @pytest.mark.plugin("torchtitan")
 def test_plain_shards_are_not_compared_with_whole_tensors() -> None:
-    of = case(Layout(tp=2), target="torchtitan_0_3", dtype="float64", recipe="rowwise")
+    of = case(Layout(tp=2), target="torchtitan", dtype="float64", recipe="rowwise")
     run, witness = runs(of)
     smaller = changed(run, 0, step=1, fqn=FQNS[0], amax=0.5)
     assert first_divergence(of, smaller, witness) is None

@@ -106,7 +106,7 @@ def test_before_the_reference_has_run_nothing_is_expected_of_linears_but_of_a_ll
 @pytest.mark.plugin("torchtitan")
 def test_the_model_of_torchtitan_is_a_llama() -> None:
     case = parse_case_id("tp2-tensorwise-ac.full-v2048-f64")
-    assert Expectations(replace(case, target="torchtitan_0_3")).model == llama_model(case)
+    assert Expectations(replace(case, target="torchtitan")).model == llama_model(case)
 
 
 def test_ranks_accumulate_where_a_linear_is_not_called_once() -> None:

@@ -61,9 +61,9 @@ FILES = [TESTS / "unit" / "excluded.toml", *sorted(TESTS.glob("plugins/*/unit/ex
 EXAMPLES = {name: cases for file in FILES for name, cases in tomllib.loads(file.read_text()).items()}
 
 
-def test_torchtitan_0_3_shards_no_sequence_where_none_is_asked_for_and_filters_keys_with_values() -> None:
-    assert not excluded_by(target="torchtitan_0_3", tp=2, sequence_parallel=False)
-    assert not excluded_by(target="torchtitan_0_3", recipe="rowwise", filter_fqns=["wk", "wv"])
+def test_torchtitan_shards_no_sequence_where_none_is_asked_for_and_filters_keys_with_values() -> None:
+    assert not excluded_by(target="torchtitan", tp=2, sequence_parallel=False)
+    assert not excluded_by(target="torchtitan", recipe="rowwise", filter_fqns=["wk", "wv"])
     assert not excluded_by(recipe="rowwise", filter_fqns=["wk"])
 
 

@@ -113,6 +113,7 @@ READ: tuple[Finding, ...] = (
         values={"found": 0.25, "expected": 0.125, "distance": 0.125, "allowed": 0.006, "count": 1, "compared": 8},
     ),
     checks.model.CALLS.finding(module="up", ours=1, theirs=2, dp=4, count=1),
+    *(rule.finding(module="layers.0.attention.wq.weight", step=2) for rule in checks.unshards.check_unshards.rules),
     checks.updates.FORMULA.finding(module="gain", step=2, what="exp_avg", distance=8000.0),
     checks.data.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
     checks.recompute.STALE_CAST.finding(module="wq", step=2),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from harness.errors import HarnessError
-from harness.registry import targets
+from harness.hints import INSTALL_TORCHTITAN
 from harness.running import identity
 from harness.running.identity import check_targets, search_path, target_digest
 
@@ -87,38 +86,11 @@ def test_a_module_that_may_have_build_is_left_to_the_ranks(tmp_path: Path, text:
 
 
 @pytest.mark.plugin("torchtitan")
-@pytest.mark.parametrize(
-    ("target", "installed", "what", "fix"),
-    [
-        ("torchtitan_0_3", None, "torchtitan is not installed", "pip install 'fp8-harness[torchtitan-0-3]'"),
-        (
-            "torchtitan_0_3",
-            "0.2.2",
-            "it drives torchtitan 0.3.0, not 0.2.2",
-            "pip install 'fp8-harness[torchtitan-0-3]'",
-        ),
-    ],
-)
-def test_a_built_in_target_needs_its_version_of_its_framework(
-    target: str, installed: str | None, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(identity, "installed_version", lambda _: installed)
-    with pytest.raises(HarnessError, match=what) as raised:
-        check_targets([target], tmp_path)
-    assert raised.value.fix == fix
-    monkeypatch.setattr(identity, "installed_version", lambda _: (targets()[target].package or ("", ""))[1])
-    check_targets([target], tmp_path)
-
-
-@pytest.mark.plugin("torchtitan")
-def test_the_extra_of_a_target_has_its_version() -> None:
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    packages = [(target.extra, target.package) for target in targets().values() if target.package is not None]
-    assert packages
-    for extra, (package, version) in packages:
-        assert f"{package}=={version}" in extras[extra]
+def test_a_built_in_target_needs_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "installed_version", lambda _: None)
+    with pytest.raises(HarnessError, match="torchtitan is not installed") as raised:
+        check_targets(["torchtitan"], tmp_path)
+    assert raised.value.fix == INSTALL_TORCHTITAN
 
 
 def test_every_file_of_the_package_of_a_target_counts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ RECORDS = "record-*.msgpack"
 REFUSED = "refused.txt"  # why the command cannot be run at all
 TARGET = "script"  # of a case that no target trains
 # What ranks record of a script: what the checks read that need no reference (`judge.py`), and of compiled blocks less.
-RECORDED = ("sketches", "operands", "traffic", "saved_memory")
+RECORDED = ("sketches", "operands", "unshards", "traffic", "saved_memory")
 UNCOMPILED = ("operands", "saved_memory")
 
 

@@ -1,10 +1,9 @@
-"""torchtitan's own trainer as a target."""
+"""torchtitan's own trainer as a target: main, by commit."""
 
+from harness.hints import INSTALL_TORCHTITAN
 from harness.registry import Plugin, Target
 
-# Named for the version of torchtitan that it drives: so a case means the same wherever it is read.
-NAME = "torchtitan_0_3"
-VERSION = "0.3.0"
+NAME = "torchtitan"
 
 PLUGIN = Plugin(
     name="torchtitan",
@@ -14,8 +13,9 @@ PLUGIN = Plugin(
             module="harness.plugins.torchtitan.worker",
             llama=True,
             plain_shards=True,
-            package=("torchtitan", VERSION),
-            extra="torchtitan-0-3",
+            package="torchtitan",
+            install=INSTALL_TORCHTITAN,
+            require="harness.plugins.torchtitan.names:require",
         )
     },
 )

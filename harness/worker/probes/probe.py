@@ -68,6 +68,7 @@ class Probe:
 PROBES = {
     "sketches": "SketchProbe",
     "operands": "OperandProbe",
+    "unshards": "UnshardProbe",
     "traffic": "TrafficProbe",
     "saved_memory": "SavedMemoryProbe",
     "graphs": "GraphProbe",

@@ -1,4 +1,4 @@
-"""The torchtitan_0_3 target: the Trainer of torchtitan 0.3.0 with its default SPMD backend and its converter.
+"""The target torchtitan: its Trainer with the default SPMD backend and its converters.
 
 Nothing of it is repaired here: what it leaves out or gets wrong, a case shows. Where it expects a GPU, a named stand-in
 answers (`shims.py`).

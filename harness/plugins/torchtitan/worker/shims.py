@@ -1,4 +1,4 @@
-"""The shims: what stands in where torchtitan 0.3.0 expects a GPU, or a process that is never forked.
+"""The shims: what stands in where torchtitan expects a GPU, or a process that is never forked.
 
 Each is one function that says why it is needed and when it can go; `tests/plugins/torchtitan/test_shims.py` fails when
 one can. None changes what is computed. Extension points of torchtitan (model spec, loss, metrics) are in `trainer.py`.
@@ -7,8 +7,8 @@ one can. None changes what is computed. Extension points of torchtitan (model sp
 import functools
 import gc
 import importlib
-import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from harness.plugins.torchtitan import NAME, VERSION
 from harness.worker.virtual import collectives
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -28,7 +29,6 @@ _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 @functools.cache
 def import_torchtitan() -> None:
     """Import torchtitan with every shim that its import needs, once per process."""
-    require_version()
     without_arrow_thread()
     without_triton()
     with device_named("cpu" if on_virtual_device() else "cuda"):
@@ -36,6 +36,7 @@ def import_torchtitan() -> None:
         importlib.import_module("torchtitan.models.llama3")
     if on_virtual_device():
         capability()
+        attention_on_cpu()
     float64_dtype()
     gc.enable()
 
@@ -43,13 +44,6 @@ def import_torchtitan() -> None:
 def on_virtual_device() -> bool:
     """Return True if the virtual FP8 device is installed in this process."""
     return collectives.BACKEND in dist.Backend.backend_list
-
-
-def require_version() -> None:
-    """Raise ValueError when another version of torchtitan is installed than the target drives, or none."""
-    installed = importlib.metadata.version("torchtitan")
-    if installed != VERSION:
-        raise ValueError(f"the target {NAME} drives torchtitan {VERSION}, but {installed} is installed")
 
 
 def without_arrow_thread() -> None:
@@ -105,9 +99,47 @@ def capability() -> None:
 
     Can go when the converters do not ask for CUDA on a device that is not CUDA.
     """
-    for name in ("float8", "mx"):
-        converter: Any = importlib.import_module(f"torchtitan.components.quantization.{name}")
-        converter.has_cuda_capability = lambda *_: True
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.components.quantization.") and hasattr(module, "has_cuda_capability"):
+            setattr(module, "has_cuda_capability", lambda *_: True)  # noqa: B010  mypy knows no such attribute
+
+
+def attention_on_cpu() -> None:
+    """Let FlexAttention compute with torch's dense attention and the same mask: its kernels have no backward on a CPU.
+
+    Can go when torch's `flex_attention` has a backward on a CPU, in float64 too.
+    """
+    from torchtitan.distributed import compile as compiling
+    from torchtitan.models.common import attention
+
+    attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
+    attention._compiled_create_block_mask = block_mask_with_dense
+    # Which leaves these kernels to inductor, and knows no other backend.
+    compiling._maybe_regional_inductor_backend = lambda model, backend: backend
+
+
+def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: Any) -> BlockMask:
+    """Return the mask by blocks, and beside it the whole one, which no graph has to compute."""
+    of_sizes = inspect.signature(create_block_mask).bind(mask_mod, *sizes, device=device, **options).arguments
+    made: Any = create_block_mask(mask_mod, *sizes, **options | {"device": device})
+    made.dense = create_mask(mask_mod, 1, 1, of_sizes["Q_LEN"], of_sizes["KV_LEN"], device=device)
+    return made
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results."""
+    assert options["score_mod"] is None, "torchtitan's models modify no score"
+    assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
+    mask = block_mask.dense
+    asked = {name: options[name] for name in ("scale", "enable_gqa")}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **asked), None
 
 
 def float64_dtype() -> None:

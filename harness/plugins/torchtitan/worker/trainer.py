@@ -1,4 +1,4 @@
-"""The Trainer of torchtitan 0.3.0 as a target: built from a case, and driven one `train_step` at a time.
+"""torchtitan's Trainer as a target: built from a case, and driven one `train_step` at a time.
 
 What torchtitan cannot be asked for is a rule of `rules.toml`, never something similar in its place.
 """
@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.components.quantization import Float8LinearConverter
-from torchtitan.components.quantization.mx import MXFP8LinearConverter
+from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
@@ -60,13 +59,6 @@ _CONFIGURED_AS = {
     "attention.wk": "attention.qkv_linear.wkv",
     "attention.wv": "attention.qkv_linear.wkv",
 }
-# The options of the section `parallelism` for the degrees of a mesh.
-_DEGREES = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-}
 _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weights
 
 
@@ -81,10 +73,9 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
-            # A pipeline cuts it into microbatches, without one they are accumulated.
-            local_batch_size=world.local_batch * (world.microbatches if case.layout.pp > 1 else 1),
-            global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
-            seq_len=case.train.seq_len,
+            num_tokens_per_microbatch_per_dp_rank=world.local_batch * case.train.seq_len,
+            num_tokens_per_train_step=case.train.global_batch * case.train.seq_len,
+            max_context_length=case.train.seq_len,
             steps=case.train.steps,
             max_norm=_MAX_NORM,
             disable_cuda_graphs=True,  # on by default, and captured on CUDA only
@@ -92,12 +83,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             mixed_precision_param=case.train.dtype,
             mixed_precision_reduce=case.wide_dtype,
         ),
-        parallelism=ParallelismConfig(  # with the default SPMD backend: what users get who name none
-            **{_DEGREES[axis]: degree for axis, degree in case.layout.mesh.items()},
-            fsdp_reshard_after_forward=case.layout.reshard_after_forward,
-            enable_sequence_parallel=case.layout.sequence_parallel,
-            **_pipeline_options(case, world),
-        ),
+        parallelism=_parallelism(case, world),
         activation_checkpoint={"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[
             case.checkpointing.mode
         ],
@@ -112,16 +98,22 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
     )
 
 
-def _pipeline_options(case: Case, world: World) -> dict[str, Any]:
-    """Return the options of a pipeline, with the stages of `matrix/dims/pp.py`."""
-    if case.layout.pp == 1:
-        return {}
-    stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]
-    return {
-        "pipeline_parallel_schedule": _SCHEDULES[case.layout.schedule],
-        "pipeline_parallel_microbatch_size": world.local_batch,
-        "module_fqns_per_model_part": [["lm_head" if fqn == OUTPUT_FQN else fqn for fqn in stage] for stage in stages],
-    }
+def _parallelism(case: Case, world: World) -> ParallelismConfig:
+    """With the default SPMD backend: what users get who name none. Pipelines have the stages of `matrix/dims/pp.py`."""
+    layout = case.layout
+    named = lambda fqn: "lm_head" if fqn == OUTPUT_FQN else fqn  # noqa: E731
+    stages = [list(map(named, modules_of_stage(case, stage))) for stage in range(stage_count(layout))]
+    return ParallelismConfig(
+        pipeline_parallel_degree=layout.pp,
+        data_parallel_replicate_degree=layout.dp_replicate,
+        data_parallel_shard_degree=layout.dp_shard,
+        tensor_parallel_degree=layout.tp,
+        fsdp_reshard_after_forward=layout.reshard_after_forward,
+        enable_sequence_parallel=layout.sequence_parallel,
+        pipeline_parallel_schedule=_SCHEDULES[layout.schedule],
+        num_pp_microbatches=world.microbatches,
+        module_fqns_per_model_part=stages if layout.pp > 1 else None,
+    )
 
 
 def _optimizer(case: Case) -> Any:
@@ -158,7 +150,7 @@ def _mxfp8(case: Case) -> MXFP8LinearConverter.Config:
     """Without names it converts every linear, so a case that converts none has no such configuration."""
     converted = {configured_name(fqn) for fqn in converted_fqns(case)}
     if not converted:
-        raise ValueError("torchtitan 0.3.0 cannot be told to convert nothing: without names it converts every linear")
+        raise ValueError("torchtitan cannot be told to convert nothing: without names it converts every linear")
     return MXFP8LinearConverter.Config(fqns=sorted(converted), model_compile_enabled=case.compile != "none")
 
 
@@ -173,7 +165,7 @@ def configured_name(fqn: str) -> str:
 def llama_config(case: Case) -> Llama3Model.Config:
     """Return the Llama of a case, with a projection each for queries, keys and values, and without RoPE scaling.
 
-    torchtitan's own flavors fuse the three, and attend with FlexAttention, whose backward runs on CUDA only.
+    torchtitan's own flavors fuse the three.
     """
     shape, vocab = case.model.shape, case.model.padded_vocab_size
     return Llama3Model.Config(
@@ -197,8 +189,8 @@ def _block(case: Case) -> Llama3TransformerBlock.Config:
             n_kv_heads=shape.kv_heads,
             wqkv_param_init=_ANY,
             wo_param_init=_ANY,
-            inner_attention=ScaledDotProductAttention.Config(),
-            rope=ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=case.train.seq_len, theta=500_000),
+            inner_attention=FlexAttention.Config(),
+            rope=ComplexRoPE.Config(dim=shape.head_dim, max_context_length=case.train.seq_len, theta=500_000),
         ),
         feed_forward=make_ffn_config(dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=_ANY, w2w3_param_init=_ANY),
     )
@@ -226,14 +218,24 @@ def _infer_shapes(trainer: Any, tokens: torch.Tensor) -> None:
 
     `tokens`: [local_batch, seq_len].
     """
-    inputs, labels, *options = trainer.post_dataloading_process({"input": tokens.to(trainer.device)}, tokens)
+    given, targets = packed(tokens.to(trainer.device), tokens.to(trainer.device))
+    inputs, labels, options = trainer.post_dataloading_process(given, targets)
     schedule = trainer.pp_schedule
     initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
     of_loss = {"global_valid_tokens": torch.tensor(tokens.numel(), device=trainer.device)}
     with trainer.train_context():
-        initialize((inputs,) if trainer.pp_has_first_stage else (), options[-1], labels, of_loss)
+        initialize((inputs,) if trainer.pp_has_first_stage else (), options, labels, of_loss)
     for part in trainer.model_parts:
         part.zero_grad(set_to_none=True)
+
+
+def packed(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a batch as torchtitan's data loaders pack it: one row of tokens, whose positions start at 0 per sequence.
+
+    `tokens`, `labels`: [local_batch, seq_len].
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(tokens.shape[0])
+    return {"input": tokens.reshape(-1), "positions": positions}, labels.reshape(-1)
 
 
 class TrainedByTorchtitan:
@@ -248,8 +250,7 @@ class TrainedByTorchtitan:
         """Return one `train_step`; returns the loss and the gradient norm that torchtitan logs."""
         self._trainer.step += 1
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
-        # A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len].
-        batches = [({"input": tokens[:, :-1]}, label) for tokens, label in zip(microbatches, labels, strict=True)]
+        batches = [packed(tokens[:, :-1], label) for tokens, label in zip(microbatches, labels, strict=True)]
         self._trainer.train_step(self._trainer.batch_generator(batches))
         logged: Logged = self._trainer.metrics_processor.logged
         return self._of_last_stage(logged.loss), logged.grad_norm
@@ -346,7 +347,7 @@ class _Loss(CrossEntropyLoss):  # type: ignore[misc]
             return super().__call__(self._masked(pred), *args, **options)
 
     def _masked(self, pred: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, seq, rows of this TP rank] with those of the padding set to -inf."""
+        """Return the logits [tokens, rows of this TP rank] with those of the padding set to -inf."""
         first = max(0, self._vocab_size - self._first_row())
         if first >= pred.size(-1):
             return pred
@@ -361,7 +362,7 @@ class _Loss(CrossEntropyLoss):  # type: ignore[misc]
 def add_names(model: Any) -> None:
     """Let modules be found by the names of `linears.py` first. Nothing else changes: torchtitan's own names still hold.
 
-    In 0.3.0 the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.
+    In torchtitan the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.
     """
     if getattr(model, "lm_head", None) is not None:  # a stage of a pipeline may have none
         _put_first(model, {OUTPUT_FQN: model.lm_head})

@@ -183,9 +183,7 @@ def test_what_no_case_has_is_refused_by_name(given: str, message: str) -> None:
 
 def test_torchtitan_trains_its_llama_alone() -> None:
     with pytest.raises(HarnessError, match="trains its llama3"):
-        configured(
-            "--model.name qwen3 --parallelism.data_parallel_shard_degree 2", target="torchtitan_0_3", where="flags"
-        )
+        configured("--model.name qwen3 --parallelism.data_parallel_shard_degree 2", target="torchtitan", where="flags")
 
 
 ANSWERS = {"compile": "none"}  # to what a pipeline and shared sequences do without

@@ -1,6 +1,6 @@
-"""Candidate fix for torchtitan 0.3.0: under TP the default SPMD backend scales every shard of an operand by itself.
+"""Candidate fix for torchtitan: under TP the default SPMD backend scales every shard of an operand by itself.
 
-    fp8-harness run torchtitan_0_3 --select 'tp>1' --inject cases/fixes/torchtitan_0_3_scale_of_whole_operand.py:apply
+    fp8-harness run torchtitan --select 'tp>1' --inject cases/fixes/torchtitan_scale_of_whole_operand.py:apply
 
 Rowwise scaling takes the amax of a row. With plain tensors nothing tells torchao that a TP rank has only a part of the
 row, as a DTensor would. Here the maximum is taken over TP wherever the dim that a scale spans is sharded.

@@ -1,4 +1,4 @@
-"""A case in the words of torchtitan 0.3.0."""
+"""A case in the words of torchtitan."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ def test_dtypes(dtype: str, master: str, param: str, reduce: str) -> None:
 
 
 def test_gradient_accumulation_of_the_single_rank_reference() -> None:
-    training = config_of(make_case(global_batch=8), microbatches=4, local_batch=2).training
-    assert (training.local_batch_size, training.global_batch_size) == (2, 8)
+    training = config_of(make_case(global_batch=8, seq_len=32), microbatches=4, local_batch=2).training
+    assert training.num_tokens_per_microbatch_per_dp_rank == 2 * 32
+    assert training.num_tokens_per_train_step == 8 * 32
 
 
 @pytest.mark.parametrize(
     ("schedule", "theirs"), [("1f1b", "1F1B"), ("gpipe", "GPipe"), ("zero_bubble", "InterleavedZeroBubble")]
 )
 def test_a_pipeline_has_the_stages_and_microbatches_of_the_case(schedule: str, theirs: str) -> None:
-    case = make_case(target="torchtitan_0_3", pp=2, schedule=schedule, accumulation=4, global_batch=8)
+    case = make_case(target="torchtitan", pp=2, schedule=schedule, accumulation=4, global_batch=8)
     config = config_of(case, microbatches=4, local_batch=2)
     parallelism = config.parallelism
     assert (parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule) == (2, theirs)
-    assert (config.training.local_batch_size, parallelism.pipeline_parallel_microbatch_size) == (8, 2)
+    assert parallelism.num_pp_microbatches == 4
     first, last = parallelism.module_fqns_per_model_part
     assert (first, last) == (["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"])
 

@@ -50,6 +50,28 @@ def test_converter_to_mxfp8_asks_for_cuda_without_its_shim(monkeypatch: pytest.M
         mx.MXFP8LinearConverter.Config().build()
 
 
+def test_flex_attention_has_no_backward_on_a_cpu() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (torch.randn(1, 1, 8, 8, requires_grad=True) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="not support backward on CPU"):  # else `attention_on_cpu` can go
+        flex_attention(q, k, v)
+
+
+def test_dense_attention_is_flex_attention() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from harness.plugins.torchtitan.worker.shims import block_mask_with_dense, dense_attention
+
+    documents = torch.arange(8) // 4
+    causal = lambda b, h, i, j: (i >= j) & (documents[i] == documents[j])  # noqa: E731
+    mask = block_mask_with_dense(causal, 1, None, 8, 8, device="cpu")
+    q, (k, v) = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16)
+    options = {"score_mod": None, "scale": None, "enable_gqa": True}
+    expected = flex_attention(q, k, v, block_mask=mask, **options)
+    torch.testing.assert_close(dense_attention(q, k, v, block_mask=mask, **options)[0], expected)
+
+
 def test_configuration_has_no_float64_without_its_shim() -> None:
     names = run_script("from torchtitan.config import TORCH_DTYPE_MAP; print(*TORCH_DTYPE_MAP)").split()
     assert "float32" in names
@@ -80,7 +102,7 @@ def test_loss_rounds_to_float32_without_its_shim() -> None:
 
     from harness.plugins.torchtitan.worker.shims import float64_kept
 
-    logits, labels = torch.zeros(1, 2, 4, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)
+    logits, labels = torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     assert cross_entropy_loss(logits, labels).dtype is torch.float32, "`float64_kept` can go"
     with float64_kept():
         assert cross_entropy_loss(logits, labels).dtype is torch.float64
