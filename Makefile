@@ -20,13 +20,16 @@ TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan .venv-torchtitan transformers versions torchao-tests lint format docs clean
+.PHONY: smoke gloo blockwise test sweep unit pythons gpu-evidence browser torchtitan .venv-torchtitan transformers versions torchao-tests lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end on the CPU and print the verdict table
 	$(BIN)/fp8-harness run smoke --device cpu
 
 gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every night
 	$(BIN)/fp8-harness run smoke gloo --backend gloo
+
+blockwise: $(READY)  ## run tier blockwise, for every night
+	$(BIN)/fp8-harness run blockwise
 
 test: $(DEV)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests

@@ -15,6 +15,7 @@ from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
+from harness.verdict import Verdict
 from tests.power.kills import (
     COMPILED,
     EAGER,
@@ -87,6 +88,16 @@ def test_faults_are_found_and_the_clean_run_passes(executor: Executor, host: str
     matrix = run_mutations(project, faults, hosts, plan, SilentProgress(), executor=executor)
     assert len(matrix.trials) == len(faults)
     assert_all_found(matrix)
+
+
+def test_faults_are_found_under_composable_replicate(executor: Executor) -> None:
+    host = parse_case_id("replicate2-blockwise-v2048-gb16-s2-b16")
+    faults = tuple(map(fault_named, ("replicas_not_reduced", "update_missing_on_one_rank", "slice_scales_in_bfloat16")))
+    hosts = {fault.name: [host] for fault in faults}
+    plan = make_plan(device="cpu")
+    matrix = run_mutations(find_project(), faults, hosts, plan, SilentProgress(), executor=executor)
+    assert [trial.detected for trial in matrix.trials] == [True] * 3
+    assert [trial.verdict for trial in matrix.clean] == [Verdict.PASSED]
 
 
 CASE = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s2-f64")
