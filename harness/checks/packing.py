@@ -10,7 +10,6 @@ from harness.checks import assembly
 from harness.checks.check import Rules, Stage, Witnesses, finished
 from harness.checks.comparison import numbers
 from harness.checks.parity import FLOAT32_LOSS, allowed_distance
-from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.promises import Limit
@@ -20,14 +19,16 @@ from harness.verdict import Finding
 
 _rule = Rules("packing", Stage.SAME_LAYOUT, only={"a damaged trace": "nothing-compared"})
 NOTHING_COMPARED = _rule("nothing-compared", "no document was evaluated alone")
-LOSS = _rule(
-    "loss",
-    "the loss of packed documents differs by {distance:.2g} from that of each document alone on one rank, tolerance "
-    "{allowed:.2g}",
-    numeric=True,
-    fix="let a token attend to its own document alone, begin positions again with each, and leave padding and the last "
-    "token of each out of the loss.",
+_OFF = (
+    " of packed documents differs by {distance:.2g} from that of each document alone on one rank, tolerance "
+    "{allowed:.2g}"
 )
+_FIX = (
+    "let a token attend to its own document alone, begin positions again with each, and leave padding and the last "
+    "token of each out of the loss."
+)
+LOSS = _rule("loss", "the loss" + _OFF, numeric=True, fix=_FIX)
+GRAD_NORM = _rule("grad-norm", "the gradient norm" + _OFF, numeric=True, fix=_FIX)
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -38,7 +39,7 @@ def _not_judged(expect: Expectations, device: str) -> str:
 
 
 @_rule.judged_by(
-    blind="Recipes with a scale of several tokens; steps behind the first; what only backward does.",
+    blind="Recipes with a scale of several tokens, gradients where one of theirs is; steps behind the first.",
     not_judged=_not_judged,
     records=("sketches",),
 )
@@ -47,22 +48,28 @@ def check_packing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     solo, tolerance = finished(witnesses.solo), witnesses.parity_tolerance
     if solo is None or tolerance is None:
         return []  # as parity says
-    alone = solo.traces[0].loss_of_documents
+    alone = solo.traces[0].documents_alone
     if alone is None:
         return [NOTHING_COMPARED.finding(expected="the loss of documents alone")]
-    findings = numbers(LOSS, run, "loss", {1: alone}, lambda *_: _allowed(case, tolerance))
-    explained = assembly.explain_loss(case, run, _with_loss(solo, alone), 1, None)
+    norms = {} if alone.grad_norm is None else {1: alone.grad_norm}
+    far, sharp = allowed_distance(case, tolerance, 1), case.train.dtype == "float64"
+    of_norm = max(far, 0.0 if sharp else Limit("packing.grad_norm"))
+    findings = [
+        *numbers(LOSS, run, "loss", {1: alone.loss}, lambda *_: _allowed_loss(case, far)),
+        *numbers(GRAD_NORM, run, "grad_norm", norms, lambda _, norm: of_norm * norm),
+    ]
+    explained = assembly.explain_loss(case, run, _with_loss(solo, alone.loss), 1, None)
     if explained is None:
         return findings
     return [replace(one, notes=(*one.notes, explained.what), fix=explained.fix or one.fix) for one in findings]
 
 
-def _allowed(case: Case, tolerance: Tolerance) -> float:
+def _allowed_loss(case: Case, far: float) -> float:
     """Return how far the loss may be off: as from one rank, and where a mask is another kernel by what that rounds.
 
     The reference has no mask: attention gets documents alone in both runs. In float64 nothing is rounded that shows.
     """
-    share = Limit("parity.loss_share", allowed_distance(case, tolerance, 1))
+    share = Limit("parity.loss_share", far)
     if case.train.dtype == "float64":
         return share
     return max(share, FLOAT32_LOSS if case.target == REFERENCE else Limit("packing.loss"))

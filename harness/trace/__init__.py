@@ -29,6 +29,13 @@ class StepTrace(Record, frozen=True, kw_only=True):
     seconds: float
 
 
+class DocumentsAlone(Record, frozen=True, kw_only=True):
+    """Step 1 with every document of packed sequences alone: loss, and gradient norm where a recipe promises it."""
+
+    loss: float
+    grad_norm: float | None = None
+
+
 class RankTrace(Record, frozen=True, kw_only=True):
     rank: int
     steps: tuple[StepTrace, ...]
@@ -51,7 +58,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     cast_shares: tuple[CastShare, ...] | None = None  # of a single-rank reference alone, instead of its operands
-    loss_of_documents: float | None = None  # of step 1, each alone: of a reference of packed sequences
+    documents_alone: DocumentsAlone | None = None  # of a single-rank reference of packed sequences alone
     unshards: UnshardTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None

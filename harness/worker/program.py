@@ -120,10 +120,10 @@ def rank_main(context: RankContext) -> bytes:
         return msgspec.msgpack.encode(train_draws(request, device, PROCESS.phase.begin, virtual))
     trace = train(request, device, PROCESS.phase.begin, virtual, context.folder)
     if request.solo and request.case.train.packing != "none":
-        from harness.worker.training.unpacked import loss_of_documents
+        from harness.worker.training.unpacked import documents_alone
 
         PROCESS.phase.begin("documents alone")
-        trace = msgspec.structs.replace(trace, loss_of_documents=loss_of_documents(request.case, device))
+        trace = msgspec.structs.replace(trace, documents_alone=documents_alone(request.case, device))
     return msgspec.msgpack.encode(trace)
 
 

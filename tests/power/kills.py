@@ -109,6 +109,7 @@ BROKEN_BY = {
     "parity/gradients": "amax_not_reduced_over_tp gradients_divided_by_world same_batch_on_every_dp_rank "
     "weight_amax_not_reduced_over_shards norm_gradients_not_reduced mean_of_means_of_ranks",
     "packing/loss": "document_mask_lost labels_of_padding_counted",
+    "packing/grad-norm": "document_mask_lost",
     "divergence/count": "loss_over_local_tokens",
     "divergence/loss": "last_token_dropped_on_last_rank",
     "divergence/operand": "same_batch_on_every_dp_rank",

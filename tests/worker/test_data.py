@@ -137,6 +137,13 @@ def test_an_evaluation_without_labels_is_told_too(monkeypatch):
         built(monkeypatch, lambda microbatches, labels=None: (0.0, None), ignored_tokens="half", evaluate=True)
 
 
+def test_packed_cases_tell_what_takes_no_positions(monkeypatch):
+    with pytest.raises(TargetMisfit, match=r"step\(\) takes no positions.*labels=None, positions=None\)"):
+        built(monkeypatch, lambda microbatches, labels=None: (0.0, None), packing="padded")
+    with pytest.raises(TargetMisfit, match=r"evaluate\(\) takes no positions"):
+        built(monkeypatch, lambda *given: (0.0, None), packing="padded")
+
+
 @pytest.mark.parametrize(("methods", "missing"), [((), "save"), (("save",), "load")])
 def test_a_target_that_cannot_be_resumed_is_told(monkeypatch, methods, missing):
     with pytest.raises(TargetMisfit, match=f"without a method `{missing}`, and the case is resumed"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks.packing import LOSS, check_packing
+from harness.checks.packing import GRAD_NORM, LOSS, check_packing
 from harness.checks.parity import check_parity
 from harness.matrix.caseid import parse_case_id
 from tests.builders import make_tolerance, make_witnesses
@@ -30,7 +30,7 @@ def judged(case, run, solo):
 )
 def test_packed_documents_have_the_loss_of_each_alone(trained, case):
     solo = trained(case, solo=True)
-    assert solo.traces[0].loss_of_documents is not None
+    assert solo.traces[0].documents_alone is not None
     assert judged(case, trained(case), solo) == [[], []]
 
 
@@ -49,9 +49,9 @@ def test_what_the_reference_shares_is_seen_in_documents_alone(trained, fault):
     both = {"injections": (f"fault:{fault}",)}
     parity, packing = judged(CASE, trained(CASE, **both), trained(CASE, solo=True, **both))
     assert parity == []
-    assert [finding.rule for finding in packing] == [LOSS.name]
+    assert {LOSS.name} <= {finding.rule for finding in packing} <= {LOSS.name, GRAD_NORM.name}
 
 
 def test_nothing_is_promised_where_a_scale_is_of_several_tokens(trained):
     solo = trained(parse_case_id("single-tensorwise-v2048-gb4-s1-packed.padded-b16"), solo=True)
-    assert solo.traces[0].loss_of_documents is None
+    assert solo.traces[0].documents_alone is None

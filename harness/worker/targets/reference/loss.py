@@ -31,7 +31,8 @@ class Batch(NamedTuple):
 def share_of_loss(model: nn.Module, batch: Batch, case: Case, tokens: float, *, backward: bool = False) -> torch.Tensor:
     """Return one batch's share of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
     with sharded_logits(case):
-        logits = mask_padded_vocab(model(batch.inputs, batch.documents), case)
+        packed = {} if batch.documents is None else {"documents": batch.documents}
+        logits = mask_padded_vocab(model(batch.inputs, **packed), case)
         loss = summed_loss(logits, batch.labels) / tokens
         if backward:
             loss.backward()

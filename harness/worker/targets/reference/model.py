@@ -115,10 +115,8 @@ class TransformerBlock(nn.Module):
         else:
             self.feed_forward = FeedForward(shape.dim, shape.ffn_dim, bias=bias)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents=documents)
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **packed: Sequence[int]) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, **packed)
         hidden = self.ffn_norm(x)
         return x + (self.moe(hidden) if hasattr(self, "moe") else self.feed_forward(hidden))
 
@@ -138,14 +136,14 @@ class Llama(nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
-    def forward(self, tokens: torch.Tensor, documents: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, **packed: Sequence[int]) -> torch.Tensor:
         """Return the logits in the dtype of the output layer. A stage of a pipeline has a part of the modules.
 
-        `documents`: lengths of those that the sequences are packed with, one sequence behind the other.
+        `packed`: as `documents` the lengths of those in the sequences, one sequence behind the other.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            x = block(x, self.rope_cos, self.rope_sin, documents)
+            x = block(x, self.rope_cos, self.rope_sin, **packed)
         if self.training:
             for moe in self.mixtures():
                 moe.count()
