@@ -47,15 +47,16 @@ def get(source: str, folder: Path) -> Path:
         _require(f"torchtitan in {source}", lambda path: _of_file(Path(source) / path))
         return Path(source)
     if not folder.is_dir():
-        _git(Path(), "clone", "--quiet", "--no-checkout", source, str(folder))
-    _git(folder, "fetch", "--quiet", "--tags", source, "+refs/heads/*:refs/remotes/origin/*")
+        _git(Path(), "clone", "--quiet", "--no-checkout", "--filter=blob:none", source, str(folder))
+    _git(folder, "remote", "set-url", "origin", source)
+    _git(folder, "fetch", "--quiet", "--tags", "origin", "+refs/heads/*:refs/remotes/origin/*")
     found = _commit(folder, commit)
-    _require(f"torchtitan {found[:9]}", partial(_text, folder, found))
     _git(folder, "read-tree", found)
     parts = _git(folder, "ls-files", "-z", *_PARTS).rstrip("\0").split("\0")
     for first in range(0, len(parts), 500):
         _git(folder, "checkout", "--quiet", "--force", found, "--", *parts[first : first + 500])
     _git(folder, "update-ref", "--no-deref", "HEAD", found)
+    _require(f"torchtitan {found[:9]}", lambda path: _of_file(folder / path))
     _name(folder / "assets" / "version.txt", found)
     return folder
 
@@ -66,7 +67,8 @@ def _commit(folder: Path, commit: str) -> str:
         done = subprocess.run(shown, capture_output=True, text=True, check=False)
         if not done.returncode:
             return done.stdout.strip()
-    return _git(folder, "rev-parse", "--verify", f"{commit}^{{commit}}").strip()
+    _git(folder, "fetch", "--quiet", "origin", commit)  # of no branch, as that of a pull request
+    return _git(folder, "rev-parse", "--verify", "FETCH_HEAD^{commit}").strip()
 
 
 def _of_file(path: Path) -> str | None:

@@ -26,7 +26,7 @@ VERIFY_FORMULAS = _command("dev", "evidence", "formulas", "--reason", "new versi
 # On systems where ranks cannot run. The volume keeps stored runs, which the container would take along.
 START_CONTAINER = 'docker run --rm -it -v "$PWD":/work -v fp8-harness:/root/.cache -w /work python:3.12 bash'
 INSTALL_FOR_CPU = "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'fp8-harness[train]'"
-INSTALL_TORCHTITAN = "make torchtitan TORCHTITAN=https://github.com/pytorch/torchtitan@main"  # in a clone
+INSTALL_TORCHTITAN = "make torchtitan"  # in a clone of the harness; TORCHTITAN= gives another commit
 
 
 def explain_case(case_id: str) -> str:

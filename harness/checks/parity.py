@@ -107,7 +107,7 @@ def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
 
 def _allowed_of_weights(case: Case, tolerance: Tolerance) -> float:
     """Return how far an updated parameter may be from the reference's, relative to its norm."""
-    is_exact = tolerance.key in OF_EVERY_MODEL and case.target == REFERENCE  # of which the optimizer is known
+    is_exact = tolerance.key in OF_EVERY_MODEL and case.target == REFERENCE  # others may add up microbatches otherwise
     is_rounded = not is_exact and case.parameter_dtype == "float32"
     return max(tolerance.per_step[-1], Limit("parity.last_bit") if is_rounded else 0.0)
 

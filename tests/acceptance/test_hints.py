@@ -247,7 +247,8 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "update_missing": (no_goldens, no_profiles),
     "choose_tier": (stale_choice,),
     "fit_costs": (damaged_costs,),
-    "INSTALL_FOR_CPU": (),  # no command of ours, as the next
+    "INSTALL_FOR_CPU": (),  # no command of ours, as the next two
+    "INSTALL_TORCHTITAN": (),
     "START_CONTAINER": (),
 }
 

@@ -45,9 +45,10 @@ def uses_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "used", lambda: {Name("torchtitan.config", "kept")})
 
 
-def test_a_commit_is_checked_out_without_what_no_package_needs(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["{}", "file://{}"])
+def test_a_commit_is_checked_out_without_what_no_package_needs(source: str, repository: Path, tmp_path: Path) -> None:
     first, made = git(repository, "rev-parse", "HEAD~1"), tmp_path / "made"
-    assert get(f"{repository}@{first}", made) == made
+    assert get(f"{source.format(repository)}@{first}", made) == made
     assert (made / "torchtitan" / "config.py").read_text() == "kept = 1\n" and not (made / "tests").exists()
     assert (made / "assets" / "version.txt").read_text() == f"0.2.2+g{first[:9]}\n"
     assert get(f"{repository}@{first[:10]}", made) == made  # again, and by a short name
@@ -58,6 +59,16 @@ def test_a_commit_without_a_name_is_refused_by_that_name(repository: Path, tmp_p
         get(f"{repository}@main", tmp_path / "made")
     with pytest.raises(HarnessError, match="it lacks 1 names"):
         get(str(repository), tmp_path / "made")  # a folder as it is
+
+
+def test_a_commit_of_no_branch_is_fetched(repository: Path, tmp_path: Path) -> None:
+    first = git(repository, "rev-parse", "HEAD~1")
+    pull = git(repository, "commit-tree", f"{first}^{{tree}}", "-p", first, "-m", "pull")
+    get(f"{repository}@{first}", tmp_path / "made")
+    git(repository, "update-ref", "refs/pull/1/head", pull)
+    git(repository, "config", "uploadpack.allowAnySHA1InWant", "true")
+    get(f"file://{repository}@{pull}", tmp_path / "made")
+    assert git(tmp_path / "made", "rev-parse", "HEAD") == pull
 
 
 def test_a_folder_counts_as_it_is_with_what_is_not_committed(repository: Path, tmp_path: Path) -> None:
