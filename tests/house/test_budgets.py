@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Limits that the house has not come down to, each with what it must not grow beyond again.
-NOT_YET = {"lines of the core": 45_634, "lines of all of harness/": 74_783, "lines of tests": 47_455}
+NOT_YET = {"lines of the core": 45_633, "lines of all of harness/": 74_782, "lines of tests": 47_455}
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 HELP_LINES = 100  # two screens
 
