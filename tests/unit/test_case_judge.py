@@ -24,7 +24,7 @@ from harness.project import find_project
 from harness.running import case_judge
 from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
 from harness.running.case_runner import NONE
-from harness.running.plan import Injection, Plan
+from harness.running.plan import Injection, Plan, parse_injection
 from harness.sources import installed_versions
 from harness.trace import Run
 from harness.trace.operands import OperandTrace
@@ -118,6 +118,35 @@ def test_the_golden_of_a_nightly_is_the_golden_of_no_other_build(tmp_path: Path)
         write_golden(tmp_path, replace(golden, provenance=provenance))
         judged = prepare_judge(project, [CASE], plan)
         assert judged.missing_goldens == judged.goldens_of_other_builds == (() if held else (family_id(CASE),))
+
+
+RECORD = """
+[[fault]]
+name = "planted"
+where = "recipe=tensorwise"
+verdict = "crash"
+requires = [{rule = "engine/raised"}]
+link = "https://example.org/1"
+torchao = ">=0.1"
+review_by = 2999-01-01
+fix = "cases/fixes/it.py:apply"
+reason = "It is planted."
+"""
+
+
+def test_a_recorded_fault_is_not_expected_where_its_fix_is_injected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(case_judge, "installed_versions", lambda _: {"torchao": "0.18.0"})
+    (tmp_path / "cases" / "fixes").mkdir(parents=True)
+    (tmp_path / "cases" / "known.toml").write_text(RECORD)
+    for name in ("it", "other"):
+        (tmp_path / "cases" / "fixes" / f"{name}.py").write_text("def apply(): ...")
+    project, plan = find_project(str(tmp_path)), Plan(capacity=make_capacity(2))
+    for name, expected in (("", "recorded"), ("other", "recorded"), ("it", None)):
+        given = (parse_injection(f"cases/fixes/{name}.py:apply", folder=tmp_path),) if name else ()
+        judged = prepare_judge(project, [CASE], replace(plan, injections=given), goldens=False)
+        assert judged.expectation(CASE) == expected
 
 
 SKETCHED = make_run(CASE, sketches=())
