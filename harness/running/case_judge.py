@@ -308,8 +308,8 @@ def prepare_judge(
     """Return the judge of these cases, run by this plan.
 
     `profiles`: it compares with those that are recorded. `excuses`: recorded faults explain failures, but for those
-    whose fix the plan injects. `goldens`: as of `CaseJudge`. Raises `HarnessError` for a damaged golden or profile, an unfounded tolerance or an unreadable
-    record of known faults.
+    whose fix the plan injects. `goldens`: as of `CaseJudge`. Raises `HarnessError` for a damaged golden or profile, an
+    unfounded tolerance or an unreadable record of known faults.
     """
     cases, known = list(cases), known_here(project) if excuses else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}

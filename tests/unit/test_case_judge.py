@@ -143,7 +143,7 @@ def test_a_recorded_fault_is_not_expected_where_its_fix_is_injected(
     for name in ("it", "other"):
         (tmp_path / "cases" / "fixes" / f"{name}.py").write_text("def apply(): ...")
     project, plan = find_project(str(tmp_path)), Plan(capacity=make_capacity(2))
-    for name, expected in (("", "recorded"), ("other", "recorded"), ("it", None)):
+    for name, expected in (("", "planted"), ("other", "planted"), ("it", None)):
         given = (parse_injection(f"cases/fixes/{name}.py:apply", folder=tmp_path),) if name else ()
         judged = prepare_judge(project, [CASE], replace(plan, injections=given), goldens=False)
         assert judged.expectation(CASE) == expected
