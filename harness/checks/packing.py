@@ -19,10 +19,7 @@ from harness.verdict import Finding
 
 _rule = Rules("packing", Stage.SAME_LAYOUT, only={"a damaged trace": "nothing-compared"})
 NOTHING_COMPARED = _rule("nothing-compared", "no document was evaluated alone")
-_OFF = (
-    " of packed documents differs by {distance:.2g} from that of each document alone on one rank, tolerance "
-    "{allowed:.2g}"
-)
+_OFF = " of packed documents is {distance:.2g} off the one without packing on one rank, tolerance {allowed:.2g}"
 _FIX = (
     "let a token attend to its own document alone, begin positions again with each, and leave padding and the last "
     "token of each out of the loss."
