@@ -60,6 +60,7 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
     return lines
 
 
+@pytest.mark.sweep  # fifteen seconds
 def test_two_runs_share_a_cluster_and_the_one_that_is_killed_leaves_no_ranks(project: Command, cluster: Any) -> None:
     """Each takes one of the two CPUs of every node, so two ranks are on two nodes, which results name."""
     project.planted("hanging", 2)
