@@ -174,13 +174,6 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     return budgeted.cases, tuple(case_id(case) for case in budgeted.left_out)
 
 
-class _Ahead(msgspec.Struct, frozen=True):
-    """A reference that is run before the first case that wants it; `world_size` is that case's, for the order."""
-
-    reference: Reference
-    world_size: int
-
-
 class _Made(msgspec.Struct, frozen=True):
     name: str
     seconds: float
@@ -210,8 +203,8 @@ def run_cases(  # noqa: PLR0913  what is run where, and who is told
         with open_executor(own.serving(part), project, progress.note) as executor:
             references = open_references(project, own, executor)
             runner = CaseRunner(own, executor, judge, references, review)
-            work = _planned(part, judge, references)
-            ahead = [item.reference for item in work if isinstance(item, _Ahead)]
+            work = _planned(project, part, judge, references)
+            ahead = [item for item in work if isinstance(item, Reference)]
             progress.begin(
                 len(ahead) + len(cases),
                 references=[reference.name for reference in ahead],
@@ -225,6 +218,7 @@ def run_cases(  # noqa: PLR0913  what is run where, and who is told
                 jobs=own.jobs,
                 started=lambda item: progress.started(*_told(item)),
                 finished=teller.finished,
+                size=lambda _: 0.0,  # in the order of `work`
             )
         results |= {result.case_id: result for result in ended.results if isinstance(result, CaseResult)}
         made += references.log
@@ -243,32 +237,36 @@ def run_cases(  # noqa: PLR0913  what is run where, and who is told
     )
 
 
-def _planned(cases: Sequence[Case], judge: Judge, references: ReferenceRunner) -> list[Case | _Ahead]:
-    """Return the cases, each after those of its references that can start and that no earlier case wants."""
-    work: list[Case | _Ahead] = []
+def _planned(
+    project: Project, cases: Sequence[Case], judge: Judge, references: ReferenceRunner
+) -> list[Case | Reference]:
+    """Return the cases, each after those of its references that can start and that no earlier case wants.
+
+    The longest are first: one that is left at the end keeps a single core busy.
+    """
+    work: list[Case | Reference] = []
     planned: set[str] = set()
-    for case in sorted(cases, key=lambda case: -case.world_size):
+    costs = recorded_costs(project, cases, ())
+    for case in sorted(cases, key=lambda case: (-costs.get(case_id(case), 0.0), -case.world_size)):
         for reference in judge.needs(case):
             if reference.request is not None and reference.name not in planned and not references.is_kept(reference):
                 planned.add(reference.name)
-                work.append(_Ahead(reference, case.world_size))
+                work.append(reference)
         work.append(case)
     return work
 
 
-def _told(item: Case | _Ahead) -> tuple[str, int]:
-    if isinstance(item, _Ahead):
-        return item.reference.name, item.reference.world_size
-    return case_id(item), item.world_size
+def _told(item: Case | Reference) -> tuple[str, int]:
+    return item.name if isinstance(item, Reference) else case_id(item), item.world_size
 
 
-def _done(runner: CaseRunner, references: ReferenceRunner, item: Case | _Ahead, /) -> CaseResult | _Made | None:
-    if not isinstance(item, _Ahead):
+def _done(runner: CaseRunner, references: ReferenceRunner, item: Case | Reference, /) -> CaseResult | _Made | None:
+    if not isinstance(item, Reference):
         return runner.run(item)
     began_s = time.monotonic()
     with contextlib.suppress(ReferenceLost):  # the case that wants it tries again, and says so
-        references.get(item.reference, ahead=True)
-    return _Made(item.reference.name, time.monotonic() - began_s)
+        references.get(item, ahead=True)
+    return _Made(item.name, time.monotonic() - began_s)
 
 
 def check_fits(cases: Sequence[Case], plan: Plan) -> None:

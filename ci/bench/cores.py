@@ -2,8 +2,8 @@
 
     python ci/bench/cores.py RESULT.json [--cores 4 8]
 
-RESULT.json is of `run --json`, with fresh references (`FP8_HARNESS_STATE` of an empty folder). Cases start largest
-world first, on a thread a core, each behind the references that no earlier one has run; a job uses at most a core a
+RESULT.json is of `run --json`, with fresh references (`FP8_HARNESS_STATE` of an empty folder). The longest cases
+start first, on a thread a core, each behind the references that no earlier one has run; a job uses at most a core a
 rank, and running jobs share the cores evenly. What the controller does beside them is not played.
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
 def works_of(run: RunResult) -> list[Work]:
     """Return the work of each case in the order of starting, its references first where no earlier case needs them."""
     costs, known = read_costs(find_project().root), {each.name: each for each in run.end.references if each.ran}
-    results = sorted(run.results, key=lambda result: -parse_case_id(result.case_id).world_size)
+    results = sorted(run.results, key=lambda result: -costs.case_s(parse_case_id(result.case_id)))
     works = []
     for result in results:
         case = parse_case_id(result.case_id)

@@ -1,4 +1,4 @@
-"""The schedule: many items of work on a few threads, largest world first, ended cleanly by Ctrl-C.
+"""The schedule: many items of work on a few threads, the largest first, ended cleanly by Ctrl-C.
 
 Owns order, threads and interruption. It does not know what an item is (a case, or a fault in a case) nor how it is run,
 checked and told of.
@@ -55,7 +55,11 @@ class _Event(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
 _Events = queue.SimpleQueue[_Event[Result]]
 
 
-def run_schedule(
+def _ranks(item: HasRanks) -> float:
+    return item.world_size
+
+
+def run_schedule(  # noqa: PLR0913  what is run, in which order, and who is told
     items: Sequence[Item],
     run: Callable[[Item], Result | None],
     stop: Callable[[], None],
@@ -63,14 +67,16 @@ def run_schedule(
     jobs: int,
     started: Callable[[Item], None],
     finished: Callable[[Result], bool],
+    size: Callable[[Item], float] = _ranks,
 ) -> Ended[Result]:
     """Run every item on `jobs` threads; Ctrl-C stops them all and keeps what has finished.
 
     `run` is called from these threads: an item to its result, None when stopped before there was one. What it raises
     stops the schedule and is raised here. `stop` kills what runs, and `run` starts nothing after it. `started` and
-    `finished` are called in this thread; `finished` returns True if no other result is wanted.
+    `finished` are called in this thread; `finished` returns True if no other result is wanted. `size`: the largest are
+    started first, and those of one size in the order given.
     """
-    pending = deque(sorted(range(len(items)), key=lambda at: -items[at].world_size))  # threads may share it
+    pending = deque(sorted(range(len(items)), key=lambda at: -size(items[at])))  # threads may share it
     events: _Events[Result] = queue.SimpleQueue()
     threads = [
         # Daemon: a thread that still waits for a device lease must not keep a stopped program alive.

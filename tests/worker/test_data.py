@@ -97,7 +97,7 @@ def test_vectors_are_ones_and_names_decide_the_bits():
 
 
 def test_a_sequence_that_occurs_twice_is_that_of_the_rank() -> None:
-    tokens = np.array([[[1, 2, 3], [4, 5, 6], [1, 2, 3]]])
+    tokens = np.array([[[3, 1, 2], [5, 4, 6], [3, 1, 2]]])
     model = torch.nn.Identity()
     recorder = InputRecorder(model, tokens, slice(1, 3), [(0, 1)])
     model(torch.from_numpy(tokens[0, 1:, :-1]))
