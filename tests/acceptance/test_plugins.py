@@ -114,7 +114,6 @@ def test_without_a_plugin_lint_unit_tests_and_smoke_pass(name: str, tmp_path: Pa
     folder = without(
         name,
         tmp_path,
-        "fp8_harness",
         ".github",
         "tests",
         "docs",
