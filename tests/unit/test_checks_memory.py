@@ -223,6 +223,8 @@ def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     assert all(storage.nbytes > 0 and storage.purpose for storage in live)
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
     tensors_of_blocks = (9 + 7 * case.model.bias) * case.model.shape.layers + (not case.model.tied)  # the embedding
-    kept = {"always": 0, "default": 2, "never": 2 + tensors_of_blocks}[case.layout.reshard_after_forward]
+    layout = case.layout
+    freed = "never" if layout.replicas == "replicate" else layout.reshard_after_forward
+    kept = {"always": 0, "default": 2, "never": 2 + tensors_of_blocks}[freed]
     buckets = len(list(alive(case, age=2, moment="forward")))
     assert len(live) == 1 + wrapped + kept * case.uses_fsdp + buckets
