@@ -14,14 +14,18 @@ from functools import partial
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.plugins.torchtitan.names import Read, missing
+from harness.plugins.torchtitan.names import Read, in_folder, missing
 
 _PARTS = ("torchtitan", "torchtitan_recipes", "assets", "pyproject.toml", "README.md", "LICENSE")
 _SHOWN = 5  # names that a commit lacks
 
 
+def _ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+
+
 def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    done = _ran(folder, *words)
     if done.returncode:
         raise HarnessError(
             (done.stderr.strip() or "git failed").splitlines()[-1],
@@ -32,8 +36,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def _text(folder: Path, commit: str, path: str) -> str | None:
-    shown = ["git", "-C", str(folder), "show", f"{commit}:{path}"]
-    done = subprocess.run(shown, capture_output=True, text=True, check=False)
+    done = _ran(folder, "show", f"{commit}:{path}")
     return None if done.returncode else done.stdout
 
 
@@ -44,7 +47,7 @@ def get(source: str, folder: Path) -> Path:
     else:
         commit = ""
     if not commit and (Path(source) / "pyproject.toml").is_file():
-        _require(f"torchtitan in {source}", lambda path: _of_file(Path(source) / path))
+        _require(f"torchtitan in {source}", in_folder(Path(source)))
         return Path(source)
     if not folder.is_dir():
         _git(Path(), "clone", "--quiet", "--no-checkout", "--filter=blob:none", source, str(folder))
@@ -56,23 +59,18 @@ def get(source: str, folder: Path) -> Path:
     for first in range(0, len(parts), 500):
         _git(folder, "checkout", "--quiet", "--force", found, "--", *parts[first : first + 500])
     _git(folder, "update-ref", "--no-deref", "HEAD", found)
-    _require(f"torchtitan {found[:9]}", lambda path: _of_file(folder / path))
+    _require(f"torchtitan {found[:9]}", in_folder(folder))
     _name(folder / "assets" / "version.txt", found)
     return folder
 
 
 def _commit(folder: Path, commit: str) -> str:
     for name in (f"origin/{commit or 'HEAD'}", commit or "HEAD"):
-        shown = ["git", "-C", str(folder), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
-        done = subprocess.run(shown, capture_output=True, text=True, check=False)
+        done = _ran(folder, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         if not done.returncode:
             return done.stdout.strip()
     _git(folder, "fetch", "--quiet", "origin", commit)  # of no branch, as that of a pull request
     return _git(folder, "rev-parse", "--verify", "FETCH_HEAD^{commit}").strip()
-
-
-def _of_file(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
 
 
 def _name(version: Path, commit: str) -> None:

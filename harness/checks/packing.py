@@ -49,13 +49,13 @@ def check_packing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     if alone is None:
         return [NOTHING_COMPARED.finding(expected="the loss of documents alone")]
     norms = {} if alone.grad_norm is None else {1: alone.grad_norm}
-    far, sharp = allowed_distance(case, tolerance, 1), case.train.dtype == "float64"
-    of_norm = max(far, 0.0 if sharp else Limit("packing.grad_norm"))
+    far = allowed_distance(case, tolerance, 1)
+    of_norm = max(far, 0.0 if case.train.dtype == "float64" else Limit("packing.grad_norm"))
     findings = [
         *numbers(LOSS, run, "loss", {1: alone.loss}, lambda *_: _allowed_loss(case, far)),
         *numbers(GRAD_NORM, run, "grad_norm", norms, lambda _, norm: of_norm * norm),
     ]
-    explained = assembly.explain_loss(case, run, _with_loss(solo, alone.loss), 1, None)
+    explained = assembly.explain_loss(case, run, _with_loss(solo, alone.loss), 1, None) if findings else None
     if explained is None:
         return findings
     return [replace(one, notes=(*one.notes, explained.what), fix=explained.fix or one.fix) for one in findings]

@@ -37,15 +37,16 @@ def require() -> None:
     if Version(torch) < Version(TORCH):
         raise HarnessError(f"it needs torch {TORCH}, not {torch}.", where=where, fix=INSTALL_TORCHTITAN)
     folder = package_paths("torchtitan")[0].parent
-    gone = missing(lambda path: _text(folder / path))
+    gone = missing(in_folder(folder))
     if gone:
         installed = installed_version("torchtitan")
         what = f"torchtitan {installed} in {folder} lacks {len(gone)} names that it uses, first {gone[0]}."
         raise HarnessError(what, where=where, fix=INSTALL_TORCHTITAN)
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
+def in_folder(folder: Path) -> Read:
+    """Return what reads the files of a checkout."""
+    return lambda path: (folder / path).read_text() if (folder / path).is_file() else None
 
 
 def missing(read: Read) -> list[Name]:

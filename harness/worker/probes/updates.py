@@ -27,14 +27,8 @@ Values = npt.NDArray[np.float64]
 Formula = Callable[[Mapping[str, Values], Mapping[str, Any]], dict[str, tuple[Values, Values]]]
 
 _SAMPLES = 8  # of a shard
-_HOW = (
-    "params",
-    "param_names",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-)  # of a group: they change no number
+# Of a group: they change no number.
+_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 def _adam(was: Mapping[str, Values], options: Mapping[str, Any]) -> dict[str, tuple[Values, Values]]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -208,6 +207,8 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
 
     def apply(unit: Any, *, freed: bool | None = None) -> None:
         if case.layout.replicas == "replicate":
+            from torch.distributed._composable.replicate_with_fsdp import replicate  # private: other layouts do without
+
             replicate(unit, mesh=mesh, mp_policy=policy)
         else:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
