@@ -16,6 +16,7 @@ The tokens of a forward pass tell which rank it is for. Where the model is not c
 as the first rank's, and gradients are summed in another order.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,8 +33,10 @@ from harness.matrix.case import Case
 from harness.matrix.dims.dimension import Played
 from harness.matrix.linears import expert_fqns
 from harness.worker.probes.discovery import Rows, rows_of_pieces
+from harness.worker.probes.experts import ALL, of_tokens
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.targets.in_pieces import take_grads, uses_of_weights
+from harness.worker.targets.reference.experts import padded_groups
 from harness.worker.targets.target import StepResult, Target
 from harness.worker.tensors.names import clean_fqn
 from harness.worker.tensors.ranks import Sum
@@ -76,6 +79,7 @@ class _Call(NamedTuple):
 
     rows: Tensor
     counts: Tensor
+    multiple: int  # of which its groups are padded to one; 0: they are not
     senders: Tensor  # of each row: the ranks that have parts of the sequence between matmuls
     gradient: list[Tensor]  # one, when backward is through
     asked: dict[Any, bool]  # of FSDP2's reduction
@@ -150,8 +154,16 @@ class _Experts:
             param.requires_grad_(True)
         if results.requires_grad and not in_backward():
             rows, counts = args
-            call = _Call(rows.detach(), counts, self._senders_of(module), [], dict(self._syncing.asked))
-            results.register_hook(lambda gradient: call.gradient.append(gradient.detach()))
+            which, own = of_tokens(rows, counts)
+            call = _Call(
+                rows.detach()[which],
+                counts.new_tensor(own),
+                0 if which is ALL else math.gcd(*counts.tolist()),
+                self._senders_of(module),
+                [],
+                dict(self._syncing.asked),
+            )
+            results.register_hook(lambda gradient: call.gradient.append(gradient.detach()[which]))
             self._calls[self._microbatch][self._experts.index(module)].append(call)
 
     def _order(self, calls: list[_Call]) -> Tensor:
@@ -166,10 +178,18 @@ class _Experts:
                 self._syncing.asked.update(calls[-1].asked)
                 self._syncing.apply(last=number == len(self._calls) - 1)
                 order = self._order(calls)
-                rows = torch.cat([call.rows for call in calls])[order].requires_grad_()
+                rows = torch.cat([call.rows for call in calls])[order]
                 gradient = torch.cat([call.gradient[0] for call in calls])[order]
+                counts = torch.stack([call.counts for call in calls]).sum(0)
+                if multiple := math.gcd(*(call.multiple for call in calls)):
+                    places, ends = padded_groups(counts, multiple)
+                    counts = ends.diff(prepend=ends.new_zeros(1))
+                    rows, gradient = (
+                        given.new_zeros(int(ends[-1]), given.size(1)).index_copy(0, places, given)
+                        for given in (rows, gradient)
+                    )
                 PROCESS.computes_for_all = True
-                self._stock(module(rows, torch.stack([call.counts for call in calls]).sum(0)), gradient)
+                self._stock(module(rows.requires_grad_(), counts), gradient)
                 PROCESS.computes_for_all = False
         self._calls, self._last = [], False
 

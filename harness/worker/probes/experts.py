@@ -1,7 +1,8 @@
 """Records what becomes of tokens in blocks with experts. See `harness/trace/counts.py`.
 
 A style of expert parallelism exchanges tokens in hooks of the experts' module. Hooks of the probe are before and behind
-them, so it sees what a rank sends, what its experts get and return, and what comes back.
+them, so it sees what a rank sends, what its experts get and return, and what comes back. A target that exchanges them
+elsewhere has modules `sent` and `returned` beside its experts, which it calls with these rows.
 """
 
 import functools
@@ -23,6 +24,7 @@ from harness.worker.tensors.names import clean_fqn, mark_owned
 
 Tensor = torch.Tensor
 _SEED = 7
+ALL = slice(None)
 
 
 class _Block:
@@ -34,11 +36,12 @@ class _Block:
         self.calls: list[dict[str, Any]] = []
         self._numbers: Counter[tuple[int, Phase]] = Counter()
         self._now: dict[str, Any] = {}
+        self._given: Tensor | slice = ALL  # which of the rows that its experts got are of tokens
 
     @unobserved()
-    def routed(self, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    def routed(self, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         phase: Phase = "evaluation" if PROCESS.evaluating else "recompute" if in_backward() else "forward"
-        weights, chosen = output
+        weights, chosen = output[:2]
         self._now = {
             "step": self.step,
             "phase": phase,
@@ -57,19 +60,24 @@ class _Block:
         self._now.setdefault("counts", tuple(args[1].tolist()))
 
     def arrived(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
-        self._rows("arrived", args[0])
-        self._now.setdefault("local_counts", tuple(args[1].tolist()))
+        rows, counts = args
+        self._given, own = of_tokens(rows, counts)
+        self._rows("arrived", rows, self._given)
+        self._now.setdefault("local_counts", own)
 
-    def computed(self, name: str, _: nn.Module, args: Any, rows: Tensor) -> None:
-        self._rows(name, rows)
+    def computed(self, _: nn.Module, __: Any, rows: Tensor) -> None:
+        self._rows("computed", rows, self._given)
 
-    def _rows(self, name: str, rows: Tensor) -> None:
+    def returned(self, _: nn.Module, __: Any, rows: Tensor) -> None:
+        self._rows("returned", rows)
+
+    def _rows(self, name: str, rows: Tensor, which: Tensor | slice = ALL) -> None:
         if PROCESS.computes_for_all:
             return
-        self._now["values"][name] = digests(rows)
+        self._now["values"][name] = digests(rows[which])
         gradients = self._now["gradients"]
         if rows.requires_grad and self._now["phase"] == "forward":
-            rows.register_hook(lambda gradient: gradients.update({name: digests(gradient)}))
+            rows.register_hook(lambda gradient: gradients.update({name: digests(gradient[which])}))
 
 
 class ExpertProbe(Probe):
@@ -94,11 +102,12 @@ class ExpertProbe(Probe):
             block = _Block(fqn.rpartition(".")[0])
             self._blocks.append(block)
             experts = modules[fqn]
+            sent, returned = (modules.get(f"{block.fqn}.{name}", experts) for name in ("sent", "returned"))
             modules[f"{block.fqn}.router"].register_forward_hook(block.routed)
-            experts.register_forward_pre_hook(block.sent, prepend=True)
+            sent.register_forward_pre_hook(block.sent, prepend=True)
             experts.register_forward_pre_hook(block.arrived)
-            experts.register_forward_hook(functools.partial(block.computed, "computed"), prepend=True)
-            experts.register_forward_hook(functools.partial(block.computed, "returned"))
+            experts.register_forward_hook(block.computed, prepend=True)
+            returned.register_forward_hook(block.returned)
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
@@ -123,6 +132,23 @@ class ExpertProbe(Probe):
 def _call(fqn: str, fields: dict[str, Any]) -> ExpertCall:
     values, gradients = (Rows(**fields[kind]) for kind in ("values", "gradients"))
     return ExpertCall(fqn=fqn, **{**fields, "values": values, "gradients": gradients})
+
+
+@torch.no_grad()
+@unobserved()
+def of_tokens(rows: Tensor, counts: Tensor) -> tuple[Tensor | slice, tuple[int, ...]]:
+    """Return which rows are of tokens, and how many of them each expert has.
+
+    Where kernels ask for it, a trainer pads the groups of experts, and what is behind the last, with rows of zeros.
+    """
+    filled = rows.detach().any(-1)
+    if filled.all() and len(rows) == counts.sum():
+        return ALL, tuple(counts.tolist())
+    groups = [group.nonzero().flatten() for group in filled[: counts.sum()].split(counts.tolist())]
+    ends = [int(group[-1]) + 1 if len(group) else 0 for group in groups]
+    starts = (counts.cumsum(0) - counts).tolist()
+    which = [torch.arange(start, start + end) for start, end in zip(starts, ends, strict=True)]
+    return torch.cat(which).to(rows.device), tuple(ends)
 
 
 @torch.no_grad()

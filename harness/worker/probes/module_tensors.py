@@ -16,7 +16,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, Numerics, replayed_steps
-from harness.registry import is_llama
+from harness.registry import computes_on_plain_shards, is_llama
 from harness.trace.model import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
@@ -151,9 +151,11 @@ class ModuleTensorProbe(Probe):
 def is_recorded(module: nn.Module, case: Case) -> bool:
     """Return True for what is replayed by itself: experts and their mixture too.
 
-    Under TP the mixture alone: every rank sends other tokens, in its own order.
+    The mixture alone where experts get other rows than those of one rank: under TP in the order of ranks, and where a
+    trainer calls them behind the exchange of tokens, as one on plain shards does.
     """
-    return isinstance(module, MODULES) or is_mixture(module) or (case.layout.tp == 1 and has_experts(module))
+    others = case.layout.tp > 1 or (case.layout.ep > 1 and computes_on_plain_shards(case.target))
+    return isinstance(module, MODULES) or is_mixture(module) or (not others and has_experts(module))
 
 
 def has_experts(module: nn.Module) -> bool:

@@ -37,6 +37,7 @@ def import_torchtitan() -> None:
     if on_virtual_device():
         capability()
         attention_on_cpu()
+        groups_on_cpu()
     float64_dtype()
     gc.enable()
 
@@ -116,6 +117,16 @@ def attention_on_cpu() -> None:
     attention._compiled_create_block_mask = block_mask_with_dense
     # Which leaves these kernels to inductor, and knows no other backend.
     compiling._maybe_regional_inductor_backend = lambda model, backend: backend
+
+
+def groups_on_cpu() -> None:
+    """Let torchao pad the tokens of experts with its own loop for a CPU: it launches a Triton kernel on any device.
+
+    Can go when `generate_permute_indices` chooses by the device.
+    """
+    from torchao.prototype.moe_training.ep import kernels
+
+    kernels.fill_indices_wrapper = kernels.fill_indices_cpu
 
 
 def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: Any) -> BlockMask:

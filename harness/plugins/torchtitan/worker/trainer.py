@@ -15,7 +15,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
@@ -27,13 +27,16 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import NoColor
 from torchtitan.tools.utils import device_type as torchtitan_device
 from torchtitan.trainer import Trainer
 
 from harness.matrix.dims.pp import modules_of_stage, stage_count
-from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
+from harness.matrix.linears import OUTPUT_FQN, ROUTER, converted_fqns, is_converted, linear_fqns
+from harness.plugins.torchtitan.worker.experts import add_seams, converted_experts, moe_config, put_first
 from harness.plugins.torchtitan.worker.shims import float64_kept, garbage_collected, local_rank
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult
@@ -108,6 +111,7 @@ def _parallelism(case: Case, world: World) -> ParallelismConfig:
         data_parallel_replicate_degree=layout.dp_replicate,
         data_parallel_shard_degree=layout.dp_shard,
         tensor_parallel_degree=layout.tp,
+        expert_parallel_degree=layout.ep,
         fsdp_reshard_after_forward=layout.reshard_after_forward,
         enable_sequence_parallel=layout.sequence_parallel,
         pipeline_parallel_schedule=_SCHEDULES[layout.schedule],
@@ -125,22 +129,24 @@ def _optimizer(case: Case) -> Any:
 
 def _model_spec(case: Case) -> ModelSpec:
     """torchtitan's llama3 in the sizes of the case, converted, and without checkpoints on disk."""
-    model = llama_config(case)
+    model, mixtures = model_config(case), case.model.experts > 0
     if case.float8.enabled:
         model = (_mxfp8(case) if case.float8.traits.kernel == "mx" else _float8(case)).build().convert(model)
+    if case.float8.grouped_mm:
+        model = converted_experts(case, model)
     return ModelSpec(
-        name="llama3",
+        name="qwen3" if mixtures else "llama3",
         flavor="case",
         model=model,
-        parallelize_fn=parallelize_llama,
+        parallelize_fn=parallelize_qwen3 if mixtures else parallelize_llama,
         pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
+        post_optimizer_build_fn=register_moe_load_balancing_hook if mixtures else None,
         state_dict_adapter=None,
     )
 
 
 def _float8(case: Case) -> Float8LinearConverter.Config:
-    kept = {configured_name(fqn) for fqn in linear_fqns(case) if not is_converted(case, fqn)}
+    kept = {configured_name(fqn) for fqn in linear_fqns(case) if not is_converted(case, fqn)} | {ROUTER}
     return Float8LinearConverter.Config(
         recipe_name=case.float8.recipe, filter_fqns=sorted(kept), model_compile_enabled=case.compile != "none"
     )
@@ -162,37 +168,47 @@ def configured_name(fqn: str) -> str:
     return f"layers.{layer}.{_CONFIGURED_AS.get(name, name)}"
 
 
-def llama_config(case: Case) -> Llama3Model.Config:
-    """Return the Llama of a case, with a projection each for queries, keys and values, and without RoPE scaling.
+def model_config(case: Case) -> Llama3Model.Config | Qwen3Model.Config:
+    """Return the model of a case, with a projection each for queries, keys and values, and without RoPE scaling.
 
     torchtitan's own flavors fuse the three.
     """
     shape, vocab = case.model.shape, case.model.padded_vocab_size
-    return Llama3Model.Config(
+    kind = Qwen3Model if case.model.experts else Llama3Model
+    return kind.Config(
         dim=shape.dim,
         vocab_size=vocab,
         tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=shape.dim, param_init=_ANY),
         norm=RMSNorm.Config(normalized_shape=shape.dim, param_init=_ANY),
         lm_head=Linear.Config(in_features=shape.dim, out_features=vocab, param_init=_ANY),
-        layers=[_block(case) for _ in range(shape.layers)],
+        layers=[_block(case, layer) for layer in range(shape.layers)],
     )
 
 
-def _block(case: Case) -> Llama3TransformerBlock.Config:
+def _block(case: Case, layer: int) -> Llama3TransformerBlock.Config | Qwen3TransformerBlock.Config:
     shape = case.model.shape
-    return Llama3TransformerBlock.Config(
+    hidden: dict[str, Any] = {
+        "feed_forward": make_ffn_config(
+            dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=_ANY, w2w3_param_init=_ANY
+        )
+    }
+    if case.model.has_experts(layer):
+        hidden = {"moe": moe_config(case, _ANY)}
+    kind = Qwen3TransformerBlock if case.model.experts else Llama3TransformerBlock
+    return kind.Config(
         attention_norm=RMSNorm.Config(normalized_shape=shape.dim, param_init=_ANY),
         ffn_norm=RMSNorm.Config(normalized_shape=shape.dim, param_init=_ANY),
         attention=make_gqa_config(
             dim=shape.dim,
             n_heads=shape.heads,
             n_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             wqkv_param_init=_ANY,
             wo_param_init=_ANY,
             inner_attention=FlexAttention.Config(),
             rope=ComplexRoPE.Config(dim=shape.head_dim, max_context_length=case.train.seq_len, theta=500_000),
         ),
-        feed_forward=make_ffn_config(dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=_ANY, w2w3_param_init=_ANY),
+        **hidden,
     )
 
 
@@ -365,13 +381,9 @@ def add_names(model: Any) -> None:
     In torchtitan the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.
     """
     if getattr(model, "lm_head", None) is not None:  # a stage of a pipeline may have none
-        _put_first(model, {OUTPUT_FQN: model.lm_head})
+        put_first(model._modules, {OUTPUT_FQN: model.lm_head})
     for block in model.layers.values():
         projections = block.attention.qkv_linear
-        _put_first(block.attention, {name: getattr(projections, name) for name in ("wq", "wk", "wv")})
-
-
-def _put_first(module: nn.Module, children: dict[str, nn.Module]) -> None:
-    others = dict(module._modules)
-    module._modules.clear()
-    module._modules.update(children | others)
+        put_first(block.attention._modules, {name: getattr(projections, name) for name in ("wq", "wk", "wv")})
+        if getattr(block, "moe_enabled", False):
+            add_seams(block.moe)
