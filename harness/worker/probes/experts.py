@@ -142,7 +142,7 @@ def of_tokens(rows: Tensor, counts: Tensor) -> tuple[Tensor | slice, tuple[int, 
     Where kernels ask for it, a trainer pads the groups of experts, and what is behind the last, with rows of zeros.
     """
     filled = rows.detach().any(-1)
-    if filled.all() and len(rows) == counts.sum():
+    if filled.any() and len(rows) == counts.sum():
         return ALL, tuple(counts.tolist())
     groups = [group.nonzero().flatten() for group in filled[: counts.sum()].split(counts.tolist())]
     ends = [int(group[-1]) + 1 if len(group) else 0 for group in groups]

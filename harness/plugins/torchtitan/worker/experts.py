@@ -19,7 +19,7 @@ from torchtitan.models.common.config_utils import (
     make_router_config,
 )
 from torchtitan.models.common.moe import MoE
-from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 from torchtitan.models.qwen3 import Qwen3Model
 
 if TYPE_CHECKING:
@@ -77,33 +77,32 @@ def add_seams(moe: Any) -> None:
     `sent` is called with the rows that a rank sends to experts, `returned` with those that come back, both with the
     counts that the dispatcher is given.
     """
-    routed = moe.routed_experts
-    dispatcher, inner, sent, returned = routed.token_dispatcher, routed.inner_experts, Passed(), Passed()
-    reorder = dispatcher._local_reorder
+    routed, sent, returned = moe.routed_experts, Passed(), Passed()
+    dispatcher, inner = routed.token_dispatcher, routed.inner_experts
     given: dict[str, torch.Tensor] = {}
 
-    def reordered(*args: Any) -> Any:
-        rows, *others = reorder(*args)
-        return sent(rows, given["counts"]), *others
+    def seen_by(passed: Passed, method: Callable[..., Any]) -> None:
+        stock = getattr(dispatcher, method.__name__)
+
+        def seen(*args: Any, **options: Any) -> Any:
+            result = stock(*args, **options)
+            if not isinstance(result, tuple):
+                return passed(result, given["counts"])
+            return passed(result[0], given["counts"]), *result[1:]
+
+        setattr(dispatcher, method.__name__, seen)
 
     routed.register_forward_pre_hook(lambda _, args: given.update(counts=args[3]))
-    dispatcher._local_reorder = reordered
+    seen_by(sent, AllToAllTokenDispatcher._local_reorder)
     children: dict[str, nn.Module] = {"experts": inner, "sent": sent}
-    if behind := _behind_experts(dispatcher):
-        last = getattr(dispatcher, behind)
-        setattr(dispatcher, behind, lambda *args, **options: returned(last(*args, **options), given["counts"]))
+    if dispatcher.ep_mesh is not None or isinstance(dispatcher, TorchAOTokenDispatcher):  # else experts return them
+        alone, shared = AllToAllTokenDispatcher._unpermute, AllToAllTokenDispatcher._combine_token_exchange
+        seen_by(returned, alone if dispatcher.ep_mesh is None else shared)
         children["returned"] = returned
     put_first(moe._modules, children)
     put_first(inner._parameters, {name: inner._parameters[own] for name, own in _WEIGHTS.items()})
     if moe.expert_bias_E is not None:
         put_first(moe._buffers, {"expert_bias": moe.expert_bias_E})
-
-
-def _behind_experts(dispatcher: Any) -> str:
-    """Return the method of a dispatcher that gives a rank the results for its tokens, "" if experts do that."""
-    if dispatcher.ep_mesh is not None:
-        return "_combine_token_exchange"
-    return "_unpermute" if isinstance(dispatcher, TorchAOTokenDispatcher) else ""
 
 
 def put_first(names: dict[str, Any], named: dict[str, Any]) -> None:
