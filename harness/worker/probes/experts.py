@@ -148,7 +148,7 @@ def of_tokens(rows: Tensor, counts: Tensor) -> tuple[Tensor | slice, tuple[int, 
     ends = [int(group[-1]) + 1 if len(group) else 0 for group in groups]
     starts = (counts.cumsum(0) - counts).tolist()
     which = [torch.arange(start, start + end) for start, end in zip(starts, ends, strict=True)]
-    return torch.cat(which).to(rows.device), tuple(ends)
+    return mark_owned(torch.cat(which).to(rows.device)), tuple(ends)
 
 
 @torch.no_grad()
