@@ -7,14 +7,15 @@ one can. None changes what is computed. Extension points of torchtitan (model sp
 import functools
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,13 @@ _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 @functools.cache
 def import_torchtitan() -> None:
     """Import torchtitan with every shim that its import needs, once per process."""
-    without_arrow_thread()
+    without_data_sets()
     without_triton()
-    with device_named("cpu" if on_virtual_device() else "cuda"):
+    virtual = on_virtual_device()
+    with device_named("cpu" if virtual else "cuda"), without_inductor() if virtual else nullcontext():
         importlib.import_module("torchtitan.trainer")
         importlib.import_module("torchtitan.models.llama3")
-    if on_virtual_device():
+    if virtual:
         capability()
         attention_on_cpu()
         groups_on_cpu()
@@ -47,13 +49,14 @@ def on_virtual_device() -> bool:
     return collectives.BACKEND in dist.Backend.backend_list
 
 
-def without_arrow_thread() -> None:
-    """Keep pyarrow from starting a thread when it is imported: a process with threads cannot be forked safely.
+def without_data_sets() -> None:
+    """Stand in for Hugging Face's `datasets`: its import takes as long as that of torchtitan, and starts a thread.
 
-    torchtitan's model package imports `datasets`, which imports pyarrow, whose jemalloc starts a background thread.
-    Can go when importing torchtitan's llama3 no longer imports pyarrow, or pyarrow starts no thread.
+    A process with threads cannot be forked safely. The harness brings the tokens, so no case loads a data set.
+    Can go when importing the Trainer imports no `datasets`.
     """
-    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+    for name in ("datasets", "datasets.distributed"):
+        _stand_in(name, f"torchtitan's {{}} needs {name}, which is not imported: a case has its own tokens")
 
 
 def without_triton() -> None:
@@ -63,19 +66,39 @@ def without_triton() -> None:
     Can go when these can be imported without Triton.
     """
     if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType(_KERNELS)
-        kernels.__getattr__ = _needs_triton
-        sys.modules[kernels.__name__] = kernels
+        _stand_in(_KERNELS, "torchtitan's kernel {} needs Triton, which is not installed")
 
 
-def _needs_triton(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
+def _stand_in(name: str, says: str) -> None:
+    """Put in the place of a module that is not imported one whose names raise NotImplementedError when called."""
 
-    def kernel(*_: object, **__: object) -> None:
-        raise NotImplementedError(f"torchtitan's kernel {name} needs Triton, which is not installed")
+    def named(missing: str) -> Any:
+        if missing.startswith("__"):
+            raise AttributeError(missing)
 
-    return kernel
+        def call(*_: object, **__: object) -> None:
+            raise NotImplementedError(says.format(missing))
+
+        return call
+
+    made: Any = types.ModuleType(name)
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    made.__getattr__ = named
+    sys.modules.setdefault(name, made)
+
+
+@contextmanager
+def without_inductor() -> Iterator[None]:
+    """While torchtitan is imported, `torch.compile` returns what it is given: it would import inductor for attention.
+
+    `attention_on_cpu` replaces what is compiled then. Can go when importing torchtitan's models compiles nothing.
+    """
+    compiles, module = torch.compile, cast("Any", torch)
+    module.compile = lambda model, **_: model
+    try:
+        yield
+    finally:
+        module.compile = compiles
 
 
 @contextmanager

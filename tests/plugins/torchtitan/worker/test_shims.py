@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import inspect
 import sys
 
 import pytest
@@ -10,8 +11,18 @@ import torch
 from tests.programs import run_script
 
 
-def test_torchtitan_imports_arrow() -> None:
-    assert "pyarrow" in sys.modules, "torchtitan imports no pyarrow: `without_arrow_thread` can go"
+def test_torchtitan_imports_data_sets_without_its_shim() -> None:
+    from torchtitan.components.data import sources
+
+    assert sources.datasets is sys.modules["datasets"], "the Trainer imports no `datasets`: `without_data_sets` can go"
+    with pytest.raises(NotImplementedError, match="load_dataset needs datasets"):
+        sources.datasets.load_dataset("c4")
+
+
+def test_models_compile_while_they_are_imported() -> None:
+    source = inspect.getsource(sys.modules["torchtitan.models.common.attention"])
+    assert "torch.compile(" in source, "`without_inductor` can go"
+    assert torch.compile.__name__ == "compile", "`torch.compile` is not what it was"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
