@@ -59,14 +59,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What trains a case, under the name that cases call it by.
 
     `module`: has `build`, as `worker/targets/target.py` says. `llama`: it trains the Llama of the cases, so shapes and
-    names of its modules follow from a case. `plain_shards`: its modules get plain tensors under TP. `package`: what
-    must be installed; `install`: the command that does it. `require`: a function that raises HarnessError where what is
-    installed cannot be driven, before anything runs.
+    names of its modules follow from a case. `plain_shards`: its modules get plain tensors under TP. `attends_apart`:
+    attention gets packed documents as pieces of a tensor, without a mask. `package`: what must be installed; `install`:
+    the command that does it. `require`: a function that raises HarnessError where what is installed cannot be driven,
+    before anything runs.
     """
 
     module: str
     llama: bool = False
     plain_shards: bool = False
+    attends_apart: bool = False
     package: str = ""
     install: str = ""
     require: str = ""
@@ -209,7 +211,7 @@ TARGET_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 @functools.cache
 def targets() -> Mapping[str, Target]:
     """Return the targets that have a name: the reference, and those of plug-ins."""
-    reference = Target(module="harness.worker.targets.reference.build", llama=True)
+    reference = Target(module="harness.worker.targets.reference.build", llama=True, attends_apart=True)
     return {REFERENCE: reference, **{name: target for plugin in plugins() for name, target in plugin.targets.items()}}
 
 
@@ -220,6 +222,11 @@ def module_of(target: str) -> str:
 def is_llama(target: str) -> bool:
     """True if shapes and names of the model follow from the case. Of any other, what must be seen is found out."""
     return target in targets() and targets()[target].llama
+
+
+def attends_apart(target: str) -> bool:
+    """Return True if a packed document has the kernel calls that it has alone, and so the same bits."""
+    return target in targets() and targets()[target].attends_apart
 
 
 def computes_on_plain_shards(target: str) -> bool:

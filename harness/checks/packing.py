@@ -13,7 +13,7 @@ from harness.checks.parity import FLOAT32_LOSS, allowed_distance
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.promises import Limit
-from harness.registry import REFERENCE
+from harness.registry import attends_apart
 from harness.trace import Run
 from harness.verdict import Finding
 
@@ -64,12 +64,12 @@ def check_packing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _allowed_loss(case: Case, far: float) -> float:
     """Return how far the loss may be off: as from one rank, and where a mask is another kernel by what that rounds.
 
-    The reference has no mask: attention gets documents alone in both runs. In float64 nothing is rounded that shows.
+    Where attention has no mask it gets documents alone in both runs. In float64 nothing is rounded that shows.
     """
     share = Limit("parity.loss_share", far)
     if case.train.dtype == "float64":
         return share
-    return max(share, FLOAT32_LOSS if case.target == REFERENCE else Limit("packing.loss"))
+    return max(share, FLOAT32_LOSS if attends_apart(case.target) else Limit("packing.loss"))
 
 
 def _with_loss(solo: Run, loss: float) -> Run:

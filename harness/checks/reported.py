@@ -11,6 +11,8 @@ from harness.checks.assembly import same_number, size_of_error
 from harness.checks.check import Rule, Rules, Stage, Witnesses, about_ranks, group_ranks
 from harness.matrix.case import Case
 from harness.matrix.numerics import rounding_of_norm
+from harness.promises import Limit, keeps
+from harness.registry import REFERENCE
 from harness.text import counted
 from harness.trace import Run, StepTrace
 from harness.verdict import Finding, Value
@@ -146,14 +148,28 @@ def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Fin
     """Is the loss of a batch in evaluation the one that training on it then has?
 
     Between the two no weight changes, and no module of a Llama does anything else in evaluation mode, so every bit is
-    the same.
+    the same, but for those of a mean that is made in another order.
     """
     steps = [(step, trace.rank) for trace in run.by_rank for step in trace.steps]
     losses = ((step, rank, step.evaluation_loss) for step, rank in steps)
-    wrong = [(step, rank) for step, rank, loss in losses if loss is None or not same_number(loss, step.loss)]
+    wrong = [(step, rank) for step, rank, loss in losses if loss is None or not _is_loss(loss, step, case)]
     if wrong:
         step, _ = min(wrong, key=lambda pair: pair[0].step)
         evaluation_loss = step.evaluation_loss
         size = None if evaluation_loss is None else size_of_error("loss", evaluation_loss, step.loss)
         finding = OTHER_LOSS.finding(step=step.step, expected=repr(step.loss), found=repr(evaluation_loss), size=size)
         yield about_ranks(finding, [rank for other, rank in wrong if other.step == step.step], run)
+
+
+def _is_loss(evaluated: float, step: StepTrace, case: Case) -> bool:
+    """Return True for the loss of a step, or for the same mean where the sum is divided instead of its parts.
+
+    torchtitan trains with the one and validates with the other, which rounds nothing if the number of labels is a power
+    of two. A part is what a rank has of a microbatch: each is divided once, and added in both.
+    """
+    train, parts = case.train, case.layout.batches * case.train.accumulation
+    labels = sum(train.labels_of(sequence, step.step) for sequence in range(train.global_batch))
+    if same_number(evaluated, step.loss) or case.target == REFERENCE or labels.bit_count() == 1:
+        return same_number(evaluated, step.loss)
+    row = "evaluation.float64" if train.dtype == "float64" else "evaluation.float32"
+    return keeps(abs(evaluated - step.loss), Limit(row, (2 * parts - 1) * abs(step.loss)))

@@ -119,10 +119,10 @@ def of_steps(checked: Run, rank: int, **numbers: float | None) -> Run:
     return with_step(with_step(checked, rank, 1, **numbers), rank, 2, **numbers)
 
 
-def findings_of_loss(evaluated: float | None, *, rank: int = 0) -> list[Finding]:
-    fine = of_steps(of_steps(run(steps=2), 0, evaluation_loss=7.0), 1, evaluation_loss=7.0)
+def findings_of_loss(evaluated: float | None, *, rank: int = 0, case: Case = EVALUATED) -> list[Finding]:
+    fine = of_steps(of_steps(run(steps=2), 0, loss=7.0, evaluation_loss=7.0), 1, loss=7.0, evaluation_loss=7.0)
     checked = with_step(fine, rank, 2, evaluation_loss=evaluated)
-    return reported.check_evaluation(EVALUATED, checked, make_witnesses(EVALUATED))
+    return [*reported.check_evaluation(case, checked, make_witnesses(case))]
 
 
 def test_the_loss_of_training_has_no_findings() -> None:
@@ -135,6 +135,21 @@ def test_any_other_loss_is_found(evaluated: float | None, rank: int) -> None:
     (finding,) = findings_of_loss(evaluated, rank=rank)
     assert (finding.step, finding.rank, finding.expected) == (2, rank, "7.0")
     assert finding.rule == reported.OTHER_LOSS.name
+
+
+@pytest.mark.plugin("torchtitan")
+@pytest.mark.parametrize(("dtype", "rounding"), [("float64", 2.0**-53), ("bfloat16", 2.0**-24)])
+@pytest.mark.parametrize("packed", [{"ignored_tokens": "unequal"}, {"packing": "padded"}, {"global_batch": 6}])
+def test_a_sum_that_is_divided_rounds_otherwise_than_two_parts(
+    packed: dict[str, object], dtype: str, rounding: float
+) -> None:
+    axes: dict[str, object] = {"target": "torchtitan", "dp_shard": 2, "evaluate": True, "dtype": dtype, "steps": 2}
+    rounds = make_case(**axes, **packed)
+    found = [findings_of_loss(7 * (1 + times * rounding), case=rounds) for times in (-2, 2, -4, 4)]
+    assert [len(findings) for findings in found] == [0, 0, 1, 1]
+    assert len(findings_of_loss(7 * (1 + 2 * rounding), case=make_case(**axes))) == 1, "by 256 nothing is rounded"
+    assert len(findings_of_loss(7 * (1 + 2 * rounding), case=replace(rounds, target="reference"))) == 1
+    assert len(findings_of_loss(math.nan, case=rounds)) == 1
 
 
 def test_without_an_evaluation_nothing_is_judged() -> None:

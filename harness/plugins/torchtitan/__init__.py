@@ -13,6 +13,7 @@ PLUGIN = Plugin(
             module="harness.plugins.torchtitan.worker",
             llama=True,
             plain_shards=True,
+            attends_apart=True,
             package="torchtitan",
             install=INSTALL_TORCHTITAN,
             require="harness.plugins.torchtitan.names:require",

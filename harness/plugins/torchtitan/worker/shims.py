@@ -129,7 +129,7 @@ def capability() -> None:
 
 
 def attention_on_cpu() -> None:
-    """Let FlexAttention compute with torch's dense attention and the same mask: its kernels have no backward on a CPU.
+    """Let FlexAttention compute with torch's dense attention by its mask: its kernels have no backward on a CPU.
 
     Can go when torch's `flex_attention` has a backward on a CPU, in float64 too.
     """
@@ -153,11 +153,23 @@ def groups_on_cpu() -> None:
 
 
 def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: Any) -> BlockMask:
-    """Return the mask by blocks, and beside it the whole one, which no graph has to compute."""
+    """Return the mask by blocks, and beside it the whole one and its documents, which no graph has to compute."""
     of_sizes = inspect.signature(create_block_mask).bind(mask_mod, *sizes, device=device, **options).arguments
     made: Any = create_block_mask(mask_mod, *sizes, **options | {"device": device})
     made.dense = create_mask(mask_mod, 1, 1, of_sizes["Q_LEN"], of_sizes["KV_LEN"], device=device)
+    made.documents = documents_of(made.dense[0, 0])
     return made
+
+
+def documents_of(mask: torch.Tensor) -> tuple[int, ...]:
+    """Return the lengths of documents if each of its tokens sees those before it and no other; none for another mask.
+
+    `mask`: [tokens, tokens], True where a token sees one.
+    """
+    tokens = torch.arange(len(mask), device=mask.device)
+    number = (mask.int().argmax(1) == tokens).cumsum(0)  # a document begins where a token sees none before it
+    apart = (number[:, None] == number) & (tokens[:, None] >= tokens)
+    return tuple(number.bincount()[1:].tolist()) if torch.equal(mask, apart) else ()
 
 
 def dense_attention(
@@ -168,12 +180,19 @@ def dense_attention(
     block_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results."""
+    """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results.
+
+    Documents are pieces of the tensor, as in kernels of many lengths, so that one alone has the same bits.
+    """
     assert options["score_mod"] is None, "torchtitan's models modify no score"
     assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
-    mask = block_mask.dense
-    asked = {name: options[name] for name in ("scale", "enable_gqa")}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **asked), None
+    attend: Any = functools.partial(
+        F.scaled_dot_product_attention, scale=options["scale"], enable_gqa=options["enable_gqa"]
+    )
+    if not block_mask.documents:
+        return attend(q, k, v, attn_mask=block_mask.dense), None
+    pieces = zip(*(each.split(block_mask.documents, 2) for each in (q, k, v)), strict=True)
+    return torch.cat([attend(*piece, is_causal=True) for piece in pieces], 2), None
 
 
 def float64_dtype() -> None:

@@ -5,8 +5,9 @@ What torchtitan cannot be asked for is a rule of `rules.toml`, never something s
 
 from __future__ import annotations
 
+import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import nn
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter
+from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -62,6 +64,7 @@ _CONFIGURED_AS = {
     "attention.wk": "attention.qkv_linear.wkv",
     "attention.wv": "attention.qkv_linear.wkv",
 }
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # inputs with their positions, and labels: [tokens] each
 _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weights
 
 
@@ -77,7 +80,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
             num_tokens_per_microbatch_per_dp_rank=world.local_batch * case.train.seq_len,
-            num_tokens_per_train_step=case.train.global_batch * case.train.seq_len,
+            num_tokens_per_train_step=case.layout.batches * world.microbatches * world.local_batch * case.train.seq_len,
             max_context_length=case.train.seq_len,
             steps=case.train.steps,
             max_norm=_MAX_NORM,
@@ -95,6 +98,10 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             enable_async_tensor_parallel=case.layout.async_tp,
             components=["model"],
             backend=GRAPH_BACKEND if case.compile == "graph" else "inductor",
+        ),
+        # A validation step has one microbatch, or all of a pipeline.
+        validator=Validator.Config(
+            enable=True, steps=world.microbatches if case.layout.pp == 1 else 1, dataloader=_Given.Config()
         ),
         debug=DebugConfig(seed=case.train.seed, enable_structured_logging=False),
         **parts,
@@ -219,57 +226,83 @@ def trained(case: Case, world: World) -> TrainedByTorchtitan:
     if case.compile == "graph" and GRAPH_BACKEND not in torch.compiler.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)  # torchtitan takes backends by name alone
     loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
-    parts = {"tokenizer": _Nothing.Config(), "dataloader": _Nothing.Config(), "metrics": _Metrics.Config()}
+    parts = {"tokenizer": _Nothing.Config(), "dataloader": _Given.Config(), "metrics": _Metrics.Config()}
     with local_rank(world.device), garbage_collected():
         trainer = Trainer(trainer_config(case, world, loss, **parts))
         if case.layout.pp > 1:
-            _infer_shapes(trainer, torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64))
+            tokens = torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64, device=trainer.device)
+            _infer_shapes(trainer, packed(tokens, tokens))
         target = TrainedByTorchtitan(trainer)
     add_names(target.model)
     return target
 
 
-def _infer_shapes(trainer: Any, tokens: torch.Tensor) -> None:
-    """Let stages learn the shapes that they send now: they compute one microbatch for it, as in no other step.
+@unobserved()
+def _infer_shapes(trainer: Any, batch: Batch, *, training: bool = True) -> None:
+    """Let stages of a pipeline learn the shapes that they send now: they compute one microbatch for it.
 
-    `tokens`: [local_batch, seq_len].
+    They would in the first step, and whenever a forward pass without a backward follows one with it, or the other way
+    round.
     """
-    given, targets = packed(tokens.to(trainer.device), tokens.to(trainer.device))
-    inputs, labels, options = trainer.post_dataloading_process(given, targets)
+    inputs, labels, options = trainer.post_dataloading_process(*batch)
     schedule = trainer.pp_schedule
     initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
-    of_loss = {"global_valid_tokens": torch.tensor(tokens.numel(), device=trainer.device)}
-    with trainer.train_context():
+    of_loss = {"global_valid_tokens": torch.tensor(labels.numel(), device=trainer.device)} if training else {}
+    schedule._has_backward = training
+    with trainer.train_context(), torch.set_grad_enabled(training):
         initialize((inputs,) if trainer.pp_has_first_stage else (), options, labels, of_loss)
+    schedule._has_backward = True
     for part in trainer.model_parts:
         part.zero_grad(set_to_none=True)
 
 
-def packed(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a batch as torchtitan's data loaders pack it: one row of tokens, whose positions start at 0 per sequence.
+def packed(tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None) -> Batch:
+    """Return a batch as torchtitan's data loaders pack it: one row of tokens, whose positions start at 0 per document.
 
-    `tokens`, `labels`: [local_batch, seq_len].
+    `tokens`, `labels`, `positions`: [local_batch, seq_len]. Without positions every sequence is a document.
     """
-    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(tokens.shape[0])
-    return {"input": tokens.reshape(-1), "positions": positions}, labels.reshape(-1)
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return {"input": tokens.reshape(-1), "positions": positions.reshape(-1)}, labels.reshape(-1)
+
+
+def _batches(
+    microbatches: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor] | None = None,
+    positions: Sequence[torch.Tensor] | None = None,
+) -> list[Batch]:
+    """Return the arguments of `Target.step` as torchtitan's data loaders give them."""
+    labels = labels or [tokens[:, 1:] for tokens in microbatches]
+    inputs = (tokens[:, :-1] for tokens in microbatches)
+    return list(map(packed, inputs, labels, positions or itertools.repeat(None)))
 
 
 class TrainedByTorchtitan:
-    """What a Trainer of torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
+    """What a Trainer of torchtitan trains: its model, and its `train_step` and validator on what the harness gives."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         parts = trainer.model_parts
         self.model: nn.Module = parts[0] if len(parts) == 1 else StagesOfRank(parts)
 
-    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
+    def step(self, *given: Sequence[torch.Tensor]) -> StepResult:
         """Return one `train_step`; returns the loss and the gradient norm that torchtitan logs."""
         self._trainer.step += 1
-        labels = labels or [tokens[:, 1:] for tokens in microbatches]
-        batches = [packed(tokens[:, :-1], label) for tokens, label in zip(microbatches, labels, strict=True)]
-        self._trainer.train_step(self._trainer.batch_generator(batches))
+        self._trainer.train_step(self._trainer.batch_generator(_batches(*given)))
         logged: Logged = self._trainer.metrics_processor.logged
         return self._of_last_stage(logged.loss), logged.grad_norm
+
+    def evaluate(self, *given: Sequence[torch.Tensor]) -> float:
+        """Return the loss that torchtitan's validator logs of these microbatches."""
+        validator = self._trainer.validator
+        validator.dl_config.batches = batches = _batches(*given)
+        pipelined = self._trainer.parallel_dims.pp > 1
+        if pipelined:
+            _infer_shapes(self._trainer, batches[0], training=False)
+        validator.validate(self._trainer.model_parts, self._trainer.step)
+        if pipelined:
+            _infer_shapes(self._trainer, batches[0])
+        return self._of_last_stage(self._trainer.metrics_processor.validation_loss)
 
     def _of_last_stage(self, loss: float) -> float:
         """Return the loss of a pipeline, which torchtitan logs on the ranks of its last stage alone."""
@@ -298,7 +331,7 @@ class StagesOfRank(nn.Module):
 
 
 class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
-    """In place of a tokenizer and a data loader: the harness brings the tokens."""
+    """In place of a tokenizer: the harness brings the tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):  # type: ignore[misc]
@@ -306,6 +339,26 @@ class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not install
 
     def __init__(self, config: Config, **_: object) -> None:
         self.config = config
+
+
+class _Given(Configurable):  # type: ignore[misc]
+    """A data loader of the microbatches that the harness gives. The validator builds one for every evaluation."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):  # type: ignore[misc]
+        """`repeat`: what the validator asks of every data loader. The batches are as many as its steps need."""
+
+        batches: Sequence[Batch] = ()
+        repeat: bool = False
+
+    def __init__(self, config: Config, **_: object) -> None:
+        self.config = config
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.config.batches)
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 class Logged(NamedTuple):
@@ -335,6 +388,7 @@ class _Metrics(Configurable):  # type: ignore[misc]
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
         self.logged = Logged(float("nan"), float("nan"))
+        self.validation_loss = float("nan")
 
     def should_log(self, _: int) -> bool:
         """Return True: the loss is only summed over ranks to be logged."""
@@ -342,6 +396,9 @@ class _Metrics(Configurable):  # type: ignore[misc]
 
     def log(self, _: int, loss: float, __: float, grad_norm: float, **___: object) -> None:
         self.logged = Logged(loss, grad_norm)
+
+    def log_validation(self, loss: float, step: int) -> None:
+        self.validation_loss = loss
 
 
 class _Loss(CrossEntropyLoss):  # type: ignore[misc]

@@ -69,14 +69,18 @@ def test_flex_attention_has_no_backward_on_a_cpu() -> None:
         flex_attention(q, k, v)
 
 
-def test_dense_attention_is_flex_attention() -> None:
+@pytest.mark.parametrize(
+    ("least", "documents"), [([0, 0, 0, 3, 3, 3, 3, 7], (3, 4, 1)), ([0, 0, 1, 2, 3, 4, 5, 6], ())]
+)
+def test_dense_attention_is_flex_attention(least: list[int], documents: tuple[int, ...]) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     from harness.plugins.torchtitan.worker.shims import block_mask_with_dense, dense_attention
 
-    documents = torch.arange(8) // 4
-    causal = lambda b, h, i, j: (i >= j) & (documents[i] == documents[j])  # noqa: E731
+    first = torch.tensor(least)  # that a token sees: of its document, or of a window
+    causal = lambda b, h, i, j: (i >= j) & (j >= first[i])  # noqa: E731
     mask = block_mask_with_dense(causal, 1, None, 8, 8, device="cpu")
+    assert mask.documents == documents
     q, (k, v) = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16)
     options = {"score_mod": None, "scale": None, "enable_gqa": True}
     expected = flex_attention(q, k, v, block_mask=mask, **options)
