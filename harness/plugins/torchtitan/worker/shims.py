@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
+from harness.worker.tensors.ranks import Given, along, on_ranks, whole
 from harness.worker.virtual import collectives
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -114,6 +116,8 @@ def attention_on_cpu() -> None:
 
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
     attention._compiled_create_block_mask = block_mask_with_dense
+    cutting: Any = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    cutting._compiled_create_block_mask = block_mask_with_dense  # of the queries that a CP rank has
     # Which leaves these kernels to inductor, and knows no other backend.
     compiling._maybe_regional_inductor_backend = lambda model, backend: backend
 
@@ -123,6 +127,7 @@ def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: An
     of_sizes = inspect.signature(create_block_mask).bind(mask_mod, *sizes, device=device, **options).arguments
     made: Any = create_block_mask(mask_mod, *sizes, **options | {"device": device})
     made.dense = create_mask(mask_mod, 1, 1, of_sizes["Q_LEN"], of_sizes["KV_LEN"], device=device)
+    made.ranks = 1  # that have the queries
     return made
 
 
@@ -134,12 +139,18 @@ def dense_attention(
     block_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results."""
+    """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results.
+
+    Where several ranks have the queries, one behind the other, it is what each of them computes.
+    """
     assert options["score_mod"] is None, "torchtitan's models modify no score"
     assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
-    mask = block_mask.dense
-    asked = {name: options[name] for name in ("scale", "enable_gqa")}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **asked), None
+    attend = partial(F.scaled_dot_product_attention, scale=options["scale"], enable_gqa=options["enable_gqa"])
+    ranks, mask = block_mask.ranks, block_mask.dense
+    if ranks == 1:
+        return attend(q, k, v, mask), None
+    mine, gathered = along(2, [q.shape[2] // ranks] * ranks), whole(ranks)
+    return on_ranks(attend, mine, Given(q, mine), Given(k, gathered), Given(v, gathered), Given(mask, mine)), None
 
 
 def float64_dtype() -> None:

@@ -5,9 +5,11 @@ What torchtitan cannot be asked for is a rule of `rules.toml`, never something s
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.dims.pp import modules_of_stage, stage_count
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
+from harness.plugins.torchtitan.worker.context_parallel import OfAllRanks, parallelize
 from harness.plugins.torchtitan.worker.shims import float64_kept, garbage_collected, local_rank
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
 # Clipping multiplies by 1 below the limit, and is out of reach: active clipping amplifies rounding to percents.
 _MAX_NORM = 1e30
+_BLOCK = 128  # of a block mask, by default: the queries of a CP rank are whole blocks
 # The schedules of `torch.distributed.pipelining`, by those of a case.
 _SCHEDULES = {
     "1f1b": "1F1B",
@@ -68,7 +72,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
     `parts` replace what reads files or needs an accelerator: tokenizer, data loader and metrics.
     """
     return Trainer.Config(
-        model_spec=_model_spec(case),
+        model_spec=_model_spec(case, len(world.plays.positions)),
         loss=loss,
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
@@ -106,7 +110,9 @@ def _parallelism(case: Case, world: World) -> ParallelismConfig:
     return ParallelismConfig(
         pipeline_parallel_degree=layout.pp,
         data_parallel_replicate_degree=layout.dp_replicate,
-        data_parallel_shard_degree=layout.dp_shard,
+        data_parallel_shard_degree=layout.dp_shard // layout.cp,
+        context_parallel_degree=layout.cp,
+        context_parallel_load_balancer="headtail" if layout.sequence_order == "headtail" else None,
         tensor_parallel_degree=layout.tp,
         fsdp_reshard_after_forward=layout.reshard_after_forward,
         enable_sequence_parallel=layout.sequence_parallel,
@@ -123,8 +129,11 @@ def _optimizer(case: Case) -> Any:
     return optimizer
 
 
-def _model_spec(case: Case) -> ModelSpec:
-    """torchtitan's llama3 in the sizes of the case, converted, and without checkpoints on disk."""
+def _model_spec(case: Case, pieces: int) -> ModelSpec:
+    """torchtitan's llama3 in the sizes of the case, converted, and without checkpoints on disk.
+
+    `pieces`: of every row, that ranks of context parallelism have and this one stands for.
+    """
     model = llama_config(case)
     if case.float8.enabled:
         model = (_mxfp8(case) if case.float8.traits.kernel == "mx" else _float8(case)).build().convert(model)
@@ -132,7 +141,7 @@ def _model_spec(case: Case) -> ModelSpec:
         name="llama3",
         flavor="case",
         model=model,
-        parallelize_fn=parallelize_llama,
+        parallelize_fn=parallelize_llama if pieces == case.layout.cp == 1 else partial(parallelize, pieces=pieces),
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
@@ -189,7 +198,7 @@ def _block(case: Case) -> Llama3TransformerBlock.Config:
             n_kv_heads=shape.kv_heads,
             wqkv_param_init=_ANY,
             wo_param_init=_ANY,
-            inner_attention=FlexAttention.Config(),
+            inner_attention=FlexAttention.Config(block_size=math.gcd(_BLOCK, case.local_seq_len)),
             rope=ComplexRoPE.Config(dim=shape.head_dim, max_context_length=case.train.seq_len, theta=500_000),
         ),
         feed_forward=make_ffn_config(dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=_ANY, w2w3_param_init=_ANY),
@@ -205,7 +214,8 @@ def trained(case: Case, world: World) -> TrainedByTorchtitan:
     loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
     parts = {"tokenizer": _Nothing.Config(), "dataloader": _Nothing.Config(), "metrics": _Metrics.Config()}
     with local_rank(world.device), garbage_collected():
-        trainer = Trainer(trainer_config(case, world, loss, **parts))
+        config, positions = trainer_config(case, world, loss, **parts), world.plays.positions
+        trainer = OfAllRanks(config, positions) if len(positions) > 1 else Trainer(config)
         if case.layout.pp > 1:
             _infer_shapes(trainer, torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64))
         target = TrainedByTorchtitan(trainer)

@@ -31,6 +31,14 @@ def test_layout() -> None:
     assert parallelism.spmd_backend == "spmd_types"
 
 
+@pytest.mark.parametrize(("order", "balancer"), [("headtail", "headtail"), ("contiguous", None)])
+def test_context_parallel_ranks_are_of_the_shards(order: str, balancer: str | None) -> None:
+    config = config_of(make_case(dp_shard=4, cp=2, sequence_order=order, seq_len=192))
+    assert config.parallelism.data_parallel_shard_degree == config.parallelism.context_parallel_degree == 2
+    assert config.parallelism.context_parallel_load_balancer == balancer
+    assert config.model_spec.model.layers[0].attention.inner_attention.block_size == 32  # divides 96 queries and 128
+
+
 @pytest.mark.parametrize(
     ("dtype", "master", "param", "reduce"),
     [("float64", "float64", "float64", "float64"), ("bfloat16", "float32", "bfloat16", "float32")],

@@ -1,0 +1,74 @@
+"""Context parallelism of torchtitan: one rank computes what all of them do, and faults at its seams are found."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checks.divergence import with_operands
+from harness.checks.parity import check_parity
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id, solo_case
+from harness.trace import Run
+from harness.verdict import Finding
+from tests.builders import make_tolerance, make_witnesses, run_of
+from tests.fork_servers import EAGER, ForkServers
+from tests.jobs import run_request, traces_of
+from tests.worker.conftest import make_request
+
+SEAMS = Path(__file__).with_name("seams.py")
+DEFINED = (node.name for node in ast.parse(SEAMS.read_text()).body if isinstance(node, ast.FunctionDef))
+FAULTS = [name for name in DEFINED if not name.startswith("_")]
+CASES = [
+    parse_case_id(f"target.torchtitan-{rest}")
+    for rest in (
+        "fsdp2-cp2-bf16-v2048-gb1-s2-b16",
+        "fsdp2-cp2-rowwise-v2048-gb2-s2-accum2-b16",
+        "fsdp2-cp2-rowwise-v2048-gb1-s2-f64",
+        "hsdp2x2-cp2-contiguous-mxfp8-ac.op-v2048-gb2-sl64-s2-b16",
+    )
+]
+# Distances of gradients whose sums have the order of ranks, and in float64, where a norm adds up in another.
+ALLOWED = {"bfloat16": 1e-8, "float64": 1e-12}
+
+
+Ranks = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def ranks(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Trains a case on ranks that have torchtitan before they are forked; every run once."""
+    engine = fork_servers.engine({**EAGER, "target": "torchtitan", "path": ""})
+
+    @functools.cache
+    def trained(case: Case, **asked: Any) -> Run:
+        request = make_request(case, probes=("sketches", "operands"), **asked)
+        return run_of(*traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request)))
+
+    return trained
+
+
+def different(case: Case, run: Run, ranks: Ranks) -> list[Finding]:
+    """What is found where gradients differ from those of one rank."""
+    solo = ranks(solo_case(case), solo=True)
+    tolerance = make_tolerance(*[ALLOWED[case.train.dtype]] * case.train.steps, name="parity")
+    return check_parity(case, run, make_witnesses(case, solo=solo, parity_tolerance=tolerance))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_computes_the_same(ranks: Ranks, case: Case) -> None:
+    run = ranks(case)
+    assert different(case, run, ranks) == []
+    assert with_operands((), case, run, ranks(solo_case(case), solo=True)) == ()
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_at_a_seam_is_found(ranks: Ranks, case: Case, fault: str) -> None:
+    found = different(case, ranks(case, injections=(f"{SEAMS}:{fault}",)), ranks)
+    assert found and found[0].step == 1
