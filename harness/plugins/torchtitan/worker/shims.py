@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from harness.worker.tensors.ranks import Given, along, on_ranks, whole
@@ -116,7 +117,7 @@ def attention_on_cpu() -> None:
 
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
     attention._compiled_create_block_mask = block_mask_with_dense
-    cutting: Any = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    cutting: Any = _attention
     cutting._compiled_create_block_mask = block_mask_with_dense  # of the queries that a CP rank has
     # Which leaves these kernels to inductor, and knows no other backend.
     compiling._maybe_regional_inductor_backend = lambda model, backend: backend

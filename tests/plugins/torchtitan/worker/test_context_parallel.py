@@ -14,6 +14,8 @@ from harness.checks.divergence import with_operands
 from harness.checks.parity import check_parity
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
+from harness.matrix.dims.cp import CP
+from harness.matrix.dims.dimension import Sender
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_tolerance, make_witnesses, run_of
@@ -46,8 +48,8 @@ def ranks(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -
     engine = fork_servers.engine({**EAGER, "target": "torchtitan", "path": ""})
 
     @functools.cache
-    def trained(case: Case, **asked: Any) -> Run:
-        request = make_request(case, probes=("sketches", "operands"), **asked)
+    def trained(case: Case, probes: tuple[str, ...] = ("sketches", "operands"), **asked: Any) -> Run:
+        request = make_request(case, probes=probes, **asked)
         return run_of(*traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request)))
 
     return trained
@@ -72,3 +74,14 @@ def test_one_rank_computes_the_same(ranks: Ranks, case: Case) -> None:
 def test_a_fault_at_a_seam_is_found(ranks: Ranks, case: Case, fault: str) -> None:
     found = different(case, ranks(case, injections=(f"{SEAMS}:{fault}",)), ranks)
     assert found and found[0].step == 1
+
+
+@pytest.mark.parametrize("mode", ["", "ac.full-"])
+def test_keys_and_values_are_sent_one_by_one_as_many_bytes_as_the_formula_says(ranks: Ranks, mode: str) -> None:
+    case = parse_case_id(f"target.torchtitan-fsdp4-cp2-rowwise-{mode}v2048-gb2-s2-b16")
+    expected = {(term.axis, term.kind, term.op, term.dtype): term for term in CP.of_microbatch(Sender(case, rank=0))}
+    sent = [record for record in ranks(case, ("traffic",)).traces[0].traffic or () if record.axis == "cp"]
+    assert len(expected) == 2 and len(sent) == case.train.steps * len(expected)
+    for record in sent:
+        term = expected[record.axis, record.kind, record.op, record.dtype]
+        assert record.sizes == {term.elements // 2: 2 * term.times}
