@@ -28,7 +28,7 @@ _LAYOUTS: Mapping[str, Axes] = {
     "FSDP2 + TP": {"dp_shard": 2, "tp": 2},
     "EP": {"dp_shard": 2, "ep": 2, "experts": 8},
     "PP": {"pp": 2, "accumulation": 4},
-    "CP": {"dp_shard": 2, "cp": 2},
+    "CP": {"dp_shard": 2, "cp": 2, "global_batch": 1, "seq_len": 64},  # one sequence, of blocks of MXFP8 on every rank
 }
 _RECIPES: Mapping[str, Axes] = {
     "bf16": {"recipe": "bf16"},
@@ -44,6 +44,7 @@ _EXECUTION: Mapping[str, Axes] = {
     "compile graph": {"compile": "graph"},
     "compile inductor": {"compile": "inductor"},
 }
+_IN_SOME_WAY = {"dtype", "accumulation", "global_batch", "seq_len"}  # a cell is of any of their values
 _BASE: Axes = {"recipe": "rowwise", "dtype": "bfloat16"}
 _INTRODUCTION = f"""\
 A cell names the smallest tier that runs the combination: {", ".join(f"`{tier}`" for tier in _TIERS)}. `untested` runs,
@@ -75,7 +76,7 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
     def _tier(self, case: Case, asked: Axes) -> str:
         if case.target not in targets():
             return "yes"
-        wanted = {name: value for name, value in asked.items() if name not in ("dtype", "accumulation")}
+        wanted = {name: value for name, value in asked.items() if name not in _IN_SOME_WAY}
         wanted["target"] = case.target
         return next(
             (tier for tier, cases in self.cases.items() if any(_has(axes, wanted) for axes in cases)), "untested"

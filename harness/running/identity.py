@@ -135,8 +135,9 @@ def target_digest(target: str, root: Path) -> str:
     if target == REFERENCE:
         return ""
     if target in targets():
-        package = targets()[target].package
-        return f"{target} {installed_version(package)} {files_digest(package)}" if package else target
+        package, own = targets()[target].package, Path(target_file(target, root)).parent
+        installed = f"{installed_version(package)} {files_digest(package)}" if package else ""
+        return f"{target} {installed} {source_digest(own, own.rglob('*.py'))}"
     return digest_in(target, search_path(root))
 
 

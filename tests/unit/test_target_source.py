@@ -11,6 +11,7 @@ from harness.errors import HarnessError
 from harness.hints import INSTALL_TORCHTITAN
 from harness.running import identity
 from harness.running.identity import check_targets, search_path, target_digest
+from harness.sources import source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +124,9 @@ def test_a_target_that_is_no_python_has_a_digest_and_the_reference_has_none(tmp_
     write(tmp_path / "mine.py", "def build(:\n")
     assert digest("mine", tmp_path)
     assert digest("reference", tmp_path) == ""
+
+
+@pytest.mark.plugin("torchtitan")
+def test_what_drives_a_named_target_is_part_of_its_digest(tmp_path: Path) -> None:
+    folder = Path(identity.__file__).parents[1] / "plugins" / "torchtitan" / "worker"
+    assert digest("torchtitan", tmp_path).endswith(source_digest(folder, folder.rglob("*.py")))

@@ -49,12 +49,13 @@ def test_attention_of_all_pieces_is_that_of_whole_sequences(order: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_module_in_pieces_has_the_gradients_of_every_piece() -> None:
+@pytest.mark.parametrize(("dim", "rows"), [(-3, (2 * BATCH, SEQ)), (-2, (2 * SEQ,))])
+def test_a_module_in_pieces_has_the_gradients_of_every_piece(dim: int, rows: tuple[int, ...]) -> None:
     linear = nn.Linear(DIM, 3).double()
     model = nn.Sequential(linear)
-    use_pieces(model, 2)
+    use_pieces(model, 2, dim)
     assert isinstance(model[0], InPieces) and [clean_fqn(name) for name, _ in model.named_modules()][1:] == ["0", "0"]
-    given, grad = random(2 * BATCH, SEQ, DIM).requires_grad_(), random(2 * BATCH, SEQ, 3)
+    given, grad = random(*rows, DIM).requires_grad_(), random(*rows, 3)
     model(given).backward(grad)
     uses = uses_of_weights(model)[id(linear.weight)]
     of_ranks = []
@@ -66,6 +67,13 @@ def test_a_module_in_pieces_has_the_gradients_of_every_piece() -> None:
     linear.zero_grad()
     (alone,) = torch.autograd.grad(linear(plain := given.detach().requires_grad_()), plain, grad)
     torch.testing.assert_close(given.grad, alone)
+
+
+def test_an_embedding_in_pieces_of_a_row_looks_up_all_of_it() -> None:
+    tokens, model = torch.arange(2 * SEQ), nn.Sequential(nn.Embedding(2 * SEQ, DIM))
+    expected = model(tokens)
+    use_pieces(model, 2, -2)
+    assert torch.equal(model(tokens), expected)
 
 
 def test_modules_that_share_a_weight_have_one_gradient_of_every_piece() -> None:

@@ -15,41 +15,54 @@ from torch import nn
 from harness.worker.tensors.ranks import Given, along, on_ranks, whole
 
 Tensor = torch.Tensor
-_BATCH = -3  # dim
+_BATCH = -3  # the dim of activations [..., batch, positions, features]
 
 
 class InPieces(nn.Module):
-    """Calls a module once for every piece of its input, which is cut along the batch.
+    """Calls a module once for every piece of its input: of tokens along their first dim, of activations along `dim`.
 
-    An input is [batch, positions], of tokens, or [..., batch, positions, features].
+    Tokens are [batch, positions], and activations [..., batch, positions, features]. Of a model without a batch they
+    are [positions] and [..., positions, features], whose `dim` is -2.
     """
 
-    def __init__(self, module: nn.Module, count: int) -> None:
+    def __init__(self, module: nn.Module, count: int, dim: int = _BATCH) -> None:
         super().__init__()
         self.harness_in_pieces = module
         self.count = count
+        self.dim = dim
         self.grads: defaultdict[str, list[Sequence[Tensor]]] = defaultdict(list)  # by name: of every call, each piece's
 
     def forward(self, given: Tensor) -> Tensor:
-        dim = _BATCH if given.is_floating_point() else 0
+        dim = self.dim if given.is_floating_point() else 0
         sizes = [given.shape[dim] // self.count] * self.count
         weights = [
             Given(param, whole(self.count), functools.partial(self._keep, name))
             for name, param in self.harness_in_pieces.named_parameters(recurse=False)
         ]
         pieces = Given(given, along(dim, sizes))
-        return on_ranks(lambda piece, *_: self.harness_in_pieces(piece), along(_BATCH, sizes), pieces, *weights)
+        return on_ranks(lambda piece, *_: self.harness_in_pieces(piece), along(self.dim, sizes), pieces, *weights)
 
     def _keep(self, name: str, of_pieces: Sequence[Tensor]) -> None:
         self.grads[name].append(of_pieces)
 
 
-def use_pieces(model: nn.Module, count: int) -> None:
+def use_pieces(model: nn.Module, count: int, dim: int = _BATCH) -> None:
     """Wrap every module that has weights of its own, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if next(child.parameters(recurse=False), None) is not None:
-                parent.register_module(name, InPieces(child, count))
+                parent.register_module(name, InPieces(child, count, dim))
+
+
+def add_up_in_norms(model: nn.Module) -> None:
+    """Let every norm of a rank that has one piece add up the gradients of its input as a piece by itself does.
+
+    A norm uses its input twice, and the residual stream a third time. Where a piece is computed by itself both
+    gradients of a norm are added up before the third.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
 
 
 Use = Callable[[], list[Sequence[Tensor]]]  # takes what a module keeps of the gradients of a weight

@@ -15,13 +15,16 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
+from harness.worker.tensors.ranks import Given, along, on_ranks, whole
 from harness.worker.virtual import collectives
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -138,6 +141,8 @@ def attention_on_cpu() -> None:
 
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
     attention._compiled_create_block_mask = block_mask_with_dense
+    cutting: Any = _attention
+    cutting._compiled_create_block_mask = block_mask_with_dense  # of the queries that a CP rank has
     # Which leaves these kernels to inductor, and knows no other backend.
     compiling._maybe_regional_inductor_backend = lambda model, backend: backend
 
@@ -158,6 +163,7 @@ def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: An
     made: Any = create_block_mask(mask_mod, *sizes, **options | {"device": device})
     made.dense = create_mask(mask_mod, 1, 1, of_sizes["Q_LEN"], of_sizes["KV_LEN"], device=device)
     made.documents = documents_of(made.dense[0, 0])
+    made.ranks = 1  # that have the queries
     return made
 
 
@@ -182,15 +188,18 @@ def dense_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return what `flex_attention` does of [1, heads, tokens, head_dim], and no auxiliary results.
 
-    Documents are pieces of the tensor, as in kernels of many lengths, so that one alone has the same bits.
+    Documents are pieces of the tensor, as in kernels of many lengths, so that one alone has the same bits. Where the
+    queries are those of several ranks, one behind the other, it is what each of them computes.
     """
     assert options["score_mod"] is None, "torchtitan's models modify no score"
     assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
-    attend: Any = functools.partial(
-        F.scaled_dot_product_attention, scale=options["scale"], enable_gqa=options["enable_gqa"]
-    )
+    attend: Any = partial(F.scaled_dot_product_attention, scale=options["scale"], enable_gqa=options["enable_gqa"])
+    ranks, mask = block_mask.ranks, block_mask.dense
+    if ranks > 1:
+        mine, gathered = along(2, [q.shape[2] // ranks] * ranks), whole(ranks)
+        return on_ranks(attend, mine, Given(q, mine), Given(k, gathered), Given(v, gathered), Given(mask, mine)), None
     if not block_mask.documents:
-        return attend(q, k, v, attn_mask=block_mask.dense), None
+        return attend(q, k, v, mask), None
     pieces = zip(*(each.split(block_mask.documents, 2) for each in (q, k, v)), strict=True)
     return torch.cat([attend(*piece, is_causal=True) for piece in pieces], 2), None
 

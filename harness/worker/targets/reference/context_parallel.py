@@ -11,12 +11,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed._functional_collectives as funcol
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.matrix.case import Case
 from harness.matrix.layout import positions_of_ranks
-from harness.worker.targets.in_pieces import use_pieces
+from harness.worker.targets.in_pieces import add_up_in_norms, use_pieces
 from harness.worker.targets.reference.model import Attention, Context, Llama, apply_rope, attend
 from harness.worker.targets.target import World
 from harness.worker.tensors.ranks import STACKED, Given, along, on_ranks, whole
@@ -87,16 +86,10 @@ def _order(pieces: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def apply_cp(model: Llama, case: Case, mesh: DeviceMesh, device: torch.device) -> OfRank:
-    """Let every block attend with the keys and values of all ranks of the mesh.
-
-    A norm uses its input twice, and the residual stream a third time. Where a piece is computed by itself both
-    gradients of a norm are added up before the third, so here they are as well.
-    """
+    """Let every block attend with the keys and values of all ranks of the mesh."""
     context = OfRank(positions_of_ranks(case.layout, case.train.seq_len), mesh, device)
     _attend_with(model, context)
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
+    add_up_in_norms(model)
     return context
 
 

@@ -31,6 +31,14 @@ def test_layout() -> None:
     assert parallelism.spmd_backend == "spmd_types"
 
 
+@pytest.mark.parametrize(("order", "balancer"), [("headtail", "headtail"), ("contiguous", None)])
+def test_context_parallel_ranks_are_of_the_shards(order: str, balancer: str | None) -> None:
+    config = config_of(make_case(dp_shard=4, cp=2, sequence_order=order, seq_len=192))
+    assert config.parallelism.data_parallel_shard_degree == config.parallelism.context_parallel_degree == 2
+    assert config.parallelism.context_parallel_load_balancer == balancer
+    assert config.model_spec.model.layers[0].attention.inner_attention.block_size == 32  # divides 96 queries and 128
+
+
 @pytest.mark.parametrize(
     ("dtype", "master", "param", "reduce"),
     [("float64", "float64", "float64", "float64"), ("bfloat16", "float32", "bfloat16", "float32")],
@@ -86,7 +94,7 @@ def test_compile(mode: str, backend: str) -> None:
     ],
 )
 def test_sizes_and_conversions_are_those_of_the_case(axes: dict[str, Any]) -> None:
-    from harness.plugins.torchtitan.worker.trainer import add_names
+    from harness.plugins.torchtitan.worker.model import add_names
     from harness.worker.probes.discovery import converted_linears, linears
 
     case = make_case(**axes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,51 +11,32 @@ from harness.checks.parity import check_parity
 from harness.checks.routing import check_routing
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.trace import Run
 from harness.verdict import Finding
-from tests.builders import make_tolerance, make_witnesses, run_of
-from tests.fork_servers import EAGER, ForkServers
-from tests.jobs import run_request, traces_of
-from tests.worker.conftest import make_request
+from tests.builders import make_tolerance, make_witnesses
+from tests.worker.conftest import Trained
 
-FAULTS = Path(__file__).parent / "expert_faults.py"
+FAULTS = Path(__file__).with_name("expert_faults.py")
 PLAIN = parse_case_id("target.torchtitan-fsdp2-ep2-bf16-moe8-top3-sigmoid-balance-v2048-gb2-sl16-s2-b16")
 FLOAT8 = parse_case_id("target.torchtitan-fsdp2-ep2-rowwise-gmm.fp8-moe4-v2048-gb4-s2-b16")
 MXFP8 = parse_case_id("target.torchtitan-fsdp4-ep2-mxfp8-gmm.fp8-ac.full-moe4-v2048-gb4-s2-b16")
 
-Train = Callable[..., Run]
+PROBES = ("sketches", "experts")
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
-    kept: dict[tuple[Case, bool], Run] = {}
-    with ForkServers() as fork_servers:
-
-        def run(case: Case, fault: str = "", *, solo: bool = False) -> Run:
-            if not fault and (case, solo) in kept:
-                return kept[case, solo]
-            injections = [f"{FAULTS}:{fault}"] if fault else []
-            request = make_request(case, injections=injections, probes=("sketches", "experts"), solo=solo)
-            engine = fork_servers.engine({**EAGER, "target": case.target})
-            done = run_of(*traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request)))
-            return done if fault else kept.setdefault((case, solo), done)
-
-        yield run
-
-
-def judged(train: Train, case: Case, fault: str = "") -> list[Finding]:
+def judged(trained: Trained, case: Case, fault: str = "") -> list[Finding]:
+    run = trained(case, probes=PROBES, injections=(f"{FAULTS}:{fault}",) if fault else ())
     witnesses = make_witnesses(
-        case, solo=train(case, solo=True), parity_tolerance=make_tolerance(*(1e-11,) * case.train.steps)
+        case,
+        solo=trained(case, probes=PROBES, solo=True),
+        parity_tolerance=make_tolerance(*(1e-11,) * case.train.steps),
     )
-    return [
-        finding for check in (check_routing, check_parity) for finding in check(case, train(case, fault), witnesses)
-    ]
+    return [finding for check in (check_routing, check_parity) for finding in check(case, run, witnesses)]
 
 
 @pytest.mark.parametrize("case", [PLAIN, FLOAT8, MXFP8], ids=["bf16", "rowwise", "mxfp8"])
-def test_ranks_of_experts_have_the_bits_of_one(train: Train, case: Case) -> None:
-    assert judged(train, case) == []
-    for trace in train(case).traces:
+def test_ranks_of_experts_have_the_bits_of_one(trained: Trained, case: Case) -> None:
+    assert judged(trained, case) == []
+    for trace in trained(case, probes=PROBES).traces:
         assert trace.experts is not None
         assert all(
             call.values.returned and call.gradients.sent for call in trace.expert_calls(1) if call.phase == "forward"
@@ -85,7 +65,7 @@ def test_ranks_of_experts_have_the_bits_of_one(train: Train, case: Case) -> None
         ("gradients_of_results_moved", MXFP8, routing.GRADIENT_ARRIVED),
     ],
 )
-def test_a_fault_is_named(train: Train, fault: str, case: Case, rule: routing.Rule | None) -> None:
+def test_a_fault_is_named(trained: Trained, fault: str, case: Case, rule: routing.Rule | None) -> None:
     """Without a rule of routing parity names the gradients."""
-    names = [finding.rule for finding in judged(train, case, fault)]
+    names = [finding.rule for finding in judged(trained, case, fault)]
     assert (rule.name in names) if rule else any(name.startswith("parity/") for name in names), names

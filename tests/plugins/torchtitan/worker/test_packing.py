@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,33 +12,14 @@ from harness.checks.parity import check_parity
 from harness.checks.reported import OTHER_LOSS, check_evaluation
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.plugins import torchtitan
-from harness.request import RunRequest
 from harness.trace import Run
 from harness.verdict import Finding
-from tests.builders import make_tolerance, make_witnesses, run_of
-from tests.fork_servers import EAGER, ForkServers
-from tests.jobs import run_request, traces_of
-from tests.worker.conftest import Trained, make_request
+from tests.builders import make_tolerance, make_witnesses
+from tests.worker.conftest import Trained
 
-SEAMS = Path(__file__).with_name("seams.py")
+SEAMS = Path(__file__).with_name("packing_faults.py")
 BFLOAT16 = parse_case_id("target.torchtitan-fsdp2-bf16-v2048-gb4-s1-eval-packed.padded-b16")
 FLOAT64 = parse_case_id("target.torchtitan-fsdp2-rowwise-v2048-gb4-s1-eval-packed-f64")
-
-
-@pytest.fixture(scope="module")
-def trained(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The run of a case, sketched, by ranks that are forked with torchtitan imported; trained once for all tests."""
-    engine = fork_servers.engine({**EAGER, "target": torchtitan.PLUGIN.targets[torchtitan.NAME].module})
-    kept: dict[RunRequest, Run] = {}
-
-    def run(case: Case, **asked: Any) -> Run:
-        request = make_request(case, probes=("sketches",), **asked)
-        if request not in kept:
-            kept[request] = run_of(*traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request)))
-        return kept[request]
-
-    return run
 
 
 @pytest.fixture

@@ -7,8 +7,13 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.programs import run_script
+
+
+def grads(result: torch.Tensor, *of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(result.sum(), of)
 
 
 def test_torchtitan_imports_data_sets_without_its_shim() -> None:
@@ -85,6 +90,29 @@ def test_dense_attention_is_flex_attention(least: list[int], documents: tuple[in
     options = {"score_mod": None, "scale": None, "enable_gqa": True}
     expected = flex_attention(q, k, v, block_mask=mask, **options)
     torch.testing.assert_close(dense_attention(q, k, v, block_mask=mask, **options)[0], expected)
+
+
+def test_attention_of_ranks_is_that_of_each() -> None:
+    from harness.plugins.torchtitan.worker.shims import block_mask_with_dense, dense_attention
+
+    mask = block_mask_with_dense(lambda b, h, i, j: i >= j, 1, None, 8, 8, device="cpu")
+    q, (k, v) = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16, requires_grad=True)
+    options = {"score_mod": None, "scale": None, "enable_gqa": True}
+    whole, _ = dense_attention(q, k, v, block_mask=mask, **options)
+    mask.ranks = 2
+    of_ranks, _ = dense_attention(q, k, v, block_mask=mask, **options)
+    for one, other in zip((whole, *grads(whole, k, v)), (of_ranks, *grads(of_ranks, k, v)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_cut_mask_has_no_dense_one_without_its_shim() -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    from harness.plugins.torchtitan.worker.shims import block_mask_with_dense
+
+    assert _attention._compiled_create_block_mask is block_mask_with_dense
+    made = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 128, 128, device="cpu")
+    assert not hasattr(made, "dense"), "torch keeps the whole mask: `block_mask_with_dense` can go"
 
 
 def test_configuration_has_no_float64_without_its_shim() -> None:
