@@ -6,6 +6,7 @@ stand before and behind its exchange, so that probes see what a rank sends and w
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,11 @@ def moe_config(case: Case, init: dict[str, Callable[..., object]]) -> MoE.Config
 
 
 def converted_experts(case: Case, model: Qwen3Model.Config) -> Qwen3Model.Config:
-    """Return the model with grouped matmuls of the case's recipe."""
+    """Return the model with grouped matmuls of the case's recipe. ValueError without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "torchtitan pads the tokens of float8 experts with code of torchao that needs Triton: install it"
+        )
     traits = case.float8.grouped_traits
     if traits.kernel == "mx":
         return MXFP8GroupedExpertsConverter.Config(pad_multiple=traits.group_multiple).build().convert(model)

@@ -150,8 +150,11 @@ def attention_on_cpu() -> None:
 def groups_on_cpu() -> None:
     """Let torchao pad the tokens of experts with its own loop for a CPU: it launches a Triton kernel on any device.
 
-    Can go when `generate_permute_indices` chooses by the device.
+    Without Triton there is nothing to replace, and no such case. Can go when `generate_permute_indices` chooses by the
+    device.
     """
+    if importlib.util.find_spec("triton") is None:
+        return
     from torchao.prototype.moe_training.ep import kernels
 
     kernels.fill_indices_wrapper = kernels.fill_indices_cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,11 @@ def test_a_fault_is_named(trained: Trained, fault: str, case: Case, rule: routin
     """Without a rule of routing parity names the gradients."""
     names = [finding.rule for finding in judged(trained, case, fault)]
     assert (rule.name in names) if rule else any(name.startswith("parity/") for name in names), names
+
+
+def test_float8_experts_are_refused_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.plugins.torchtitan.worker import experts
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="needs Triton: install it"):
+        experts.converted_experts(FLOAT8, None)
