@@ -303,6 +303,9 @@ def _biases(case: Case, run: Run) -> Iterator[Mismatch]:
             if not off[worst] <= _LAST_BIT:
                 wanted, got = f"{expected[worst]:.6g} of expert {worst}", f"{record.bias[worst]:.6g}"
                 yield Mismatch(record.step, 0, trace.rank, record.fqn, BIAS, wanted, got)
+        blocks = {fqn.rpartition(".")[0] for fqn in held(case, trace.rank, expert_fqns(case.model))}
+        for fqn in sorted(blocks - before.keys()) if case.model.balance else ():
+            yield Mismatch(1, 0, trace.rank, fqn, BIAS, "a bias of every expert", "a mixture without one")
 
 
 def _moves(tokens: Sequence[int], case: Case) -> list[float]:

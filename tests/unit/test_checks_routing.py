@@ -210,3 +210,10 @@ def test_the_bias_moves_by_what_the_tokens_ask_for_and_by_nothing_else(biases: l
     assert found_with(balanced, moved) == []
     is_right = all(abs(one - other) <= 1e-7 for one, other in zip(biases, moved, strict=True))
     assert rules(found_with(balanced, biases)) == (set() if is_right else {"bias"})
+
+
+def test_a_mixture_that_is_balanced_has_a_bias() -> None:
+    balanced = replace(CASE, model=replace(CASE.model, balance=True))
+    traces = (make_trace(rank=rank, experts=ExpertTrace(calls=(call_of(rank),), biases=())) for rank in (0, 1))
+    findings = check_routing(balanced, run_of(*traces), make_witnesses(balanced))
+    assert [finding.module for finding in findings if finding.rule == "routing/bias"] == [FQN]

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.worker.probes.experts import of_tokens
+from harness.worker.targets.reference.experts import padded_groups
 from harness.worker.virtual import device
 from harness.worker.virtual.grouped_mm import exact_product
 
@@ -129,3 +131,15 @@ def test_what_a_gpu_refuses_is_refused_with_its_words():
     assert "non-negative multiple of 16" in refusal(rows, x, ends_of([12, 20]))
     assert torch._grouped_mm(rows, x, offs=ends_of([16, 12])).isfinite().all()  # of the last group any size will do
     assert torch._grouped_mm(rows.float(), x.float(), offs=ends_of([12, 20])).isfinite().all()
+
+
+@given(SIZES, st.sampled_from([0, 4, 16]), st.integers(0, 5))
+def test_rows_that_pad_groups_are_of_no_token(sizes: list[int], multiple: int, behind: int) -> None:
+    rows, counts = torch.arange(1.0, sum(sizes) + 1)[:, None], torch.tensor(sizes)
+    given, padded, behind = rows, counts, behind if multiple else 0
+    if multiple:
+        places, ends = padded_groups(counts, multiple)
+        padded = ends.diff(prepend=ends.new_zeros(1))
+        given = torch.zeros(int(ends[-1]) + behind, 1).index_copy(0, places, rows)
+    which, own = of_tokens(given, padded)
+    assert torch.equal(given[which], rows) and own == tuple(sizes)
