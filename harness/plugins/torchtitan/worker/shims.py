@@ -153,11 +153,9 @@ def groups_on_cpu() -> None:
     Without Triton there is nothing to replace, and no such case. Can go when `generate_permute_indices` chooses by the
     device.
     """
-    if importlib.util.find_spec("triton") is None:
-        return
-    from torchao.prototype.moe_training.ep import kernels
-
-    kernels.fill_indices_wrapper = kernels.fill_indices_cpu
+    if importlib.util.find_spec("triton") is not None:
+        kernels: Any = importlib.import_module("torchao.prototype.moe_training.ep.kernels")
+        kernels.fill_indices_wrapper = kernels.fill_indices_cpu
 
 
 def block_mask_with_dense(mask_mod: Any, *sizes: Any, device: Any, **options: Any) -> BlockMask:

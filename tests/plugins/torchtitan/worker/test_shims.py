@@ -44,6 +44,15 @@ def test_a_kernel_that_needs_triton_says_so() -> None:
         kernels.dispatch()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_torchao_pads_groups_with_triton_on_a_cpu_without_its_shim() -> None:
+    from torchao.prototype.moe_training.ep import kernels
+
+    asked = inspect.signature(kernels.generate_permute_indices).parameters["use_cpu"]
+    assert asked.default is False, "`groups_on_cpu` can go"
+    assert kernels.fill_indices_wrapper is kernels.fill_indices_cpu
+
+
 def test_import_is_for_the_virtual_device() -> None:
     from torchtitan.tools import utils
 
