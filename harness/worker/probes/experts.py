@@ -60,6 +60,8 @@ class _Block:
         self._now.setdefault("counts", tuple(args[1].tolist()))
 
     def arrived(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
+        if PROCESS.computes_for_all:
+            return
         rows, counts = args
         self._given, own = of_tokens(rows, counts)
         self._rows("arrived", rows, self._given)
