@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.worker.probes.experts import of_tokens
+from harness.worker.probes.experts import ALL, of_tokens
 from harness.worker.targets.reference.experts import padded_groups
 from harness.worker.virtual import device
 from harness.worker.virtual.grouped_mm import exact_product
@@ -143,3 +143,8 @@ def test_rows_that_pad_groups_are_of_no_token(sizes: list[int], multiple: int, b
         given = torch.zeros(int(ends[-1]) + behind, 1).index_copy(0, places, rows)
     which, own = of_tokens(given, padded)
     assert torch.equal(given[which], rows) and own == tuple(sizes)
+
+
+def test_a_row_of_zeros_is_of_a_token_where_groups_are_not_padded() -> None:
+    which, own = of_tokens(torch.tensor([[1.0], [0.0], [2.0], [0.0], [0.0]]), torch.tensor([2, 3]))
+    assert which == ALL and own == (2, 3)

@@ -6,6 +6,7 @@ elsewhere has modules `sent` and `returned` beside its experts, which it calls w
 """
 
 import functools
+import math
 from collections import Counter
 from typing import Any
 
@@ -141,10 +142,11 @@ def _call(fqn: str, fields: dict[str, Any]) -> ExpertCall:
 def of_tokens(rows: Tensor, counts: Tensor) -> tuple[Tensor | slice, tuple[int, ...]]:
     """Return which rows are of tokens, and how many of them each expert has.
 
-    Where kernels ask for it, a trainer pads the groups of experts, and what is behind the last, with rows of zeros.
+    Where kernels ask for it, a trainer pads the groups of experts to a multiple, and what is behind the last, with rows
+    of zeros. Groups whose sizes have no common divisor are not padded: a row of zeros is a token's there.
     """
     filled = rows.detach().any(-1)
-    if filled.any() and len(rows) == counts.sum():
+    if len(rows) == counts.sum() and (filled.all() or math.gcd(*counts.tolist()) == 1):
         return ALL, tuple(counts.tolist())
     groups = [group.nonzero().flatten() for group in filled[: counts.sum()].split(counts.tolist())]
     ends = [int(group[-1]) + 1 if len(group) else 0 for group in groups]
