@@ -41,11 +41,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     axes: tuple[str, ...]
     when: Callable[[Case], int]
-    of_any_target: bool = False  # a rule that reads the target, but no shape of its model
+    reads_shapes: bool = True  # of the model, which those of an own target are not known to have
 
     def applies(self, case: Case) -> bool:
         """True if the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
-        known = is_llama(case.target) or "target" not in self.axes or self.of_any_target
+        known = is_llama(case.target) or "target" not in self.axes or not self.reads_shapes
         return known and bool(self.when(case))
 
 
@@ -201,24 +201,22 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], int]]] = {
 
 
 def _exclusions() -> Iterator[Exclusion]:
-    """Yield every exclusion, those of plug-ins last."""
+    """Yield every exclusion, those of plug-ins last: a plug-in has rules of its own targets."""
     own = Path(__file__).with_suffix(".toml")
-    of_plugins = (plugin.folder / own.name for plugin in plugins() if plugin.folder is not None)
-    for path in (own, *filter(Path.is_file, of_plugins)):
+    files = ((plugin.folder / own.name, tuple(plugin.targets)) for plugin in plugins() if plugin.folder is not None)
+    for path, targets in ((own, ()), *(file for file in files if file[0].is_file())):
         for name, row in tomllib.loads(path.read_text(encoding="utf-8")).items():
             axes, when = _condition(name, row)
-            _check_target(name, row, path)
-            fields = {key: row[key] for key in ("reason", "source", "of_any_target") if key in row}
-            yield Exclusion(name=name, axes=axes, when=when, **fields)
+            if targets:
+                axes, when = ("target", *axes), functools.partial(_of_targets, targets, when)
+            reads_shapes = "where" not in row or not {*MODEL_AXES}.isdisjoint({*axes} - {"target"})
+            yield Exclusion(
+                name=name, axes=axes, when=when, reason=row["reason"], source=row["source"], reads_shapes=reads_shapes
+            )
 
 
-def _check_target(name: str, row: Mapping[str, Any], path: Path) -> None:
-    """Raise HarnessError for a rule of a target that would never apply, because its model is not known."""
-    terms = (term for text in row.get("where", ()) for term in parse_selector(text).terms)
-    named = {str(value) for term in terms if (term.axis, term.operator) == ("target", "=") for value in term.values}
-    if named and not row.get("of_any_target") and not any(map(is_llama, named)):
-        what = f"rule {name} never applies: it is of a target whose model is not known."
-        raise HarnessError(what, where=str(path), fix="add of_any_target = true if it reads no shape of a model.")
+def _of_targets(targets: tuple[str, ...], when: Callable[[Case], int], case: Case) -> bool:
+    return case.target in targets and bool(when(case))
 
 
 def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], int]]:

@@ -2,6 +2,7 @@
 
 Terms are separated by spaces and all must hold: `axis=value[,value...]`, `axis!=value[,value...]`, `axis>=number` (also
 `>`, `<=`, `<`), `id~glob`, and a bare word, which is a part of the id. `DERIVED` values can be used like axes.
+`target=torchtitan` holds for `torchtitan.llama3` too.
 """
 
 import fnmatch
@@ -46,6 +47,8 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     def matches(self, case: Case) -> bool:
         if self.axis is None:
             return fnmatch.fnmatchcase(case_id(case), str(self.values[0]))
+        if self.axis == "target":
+            return (self.operator == "=") is any(f"{case.target}.".startswith(f"{name}.") for name in self.values)
         return _OPERATORS[self.operator](_READERS[self.axis](case), self.values)
 
 

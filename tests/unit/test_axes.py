@@ -141,11 +141,20 @@ TERMS = {
     "id~ac.full": False,
     "ac.full": True,
     "hsdp": False,
+    "target=reference": True,
+    "target!=reference,torchtitan": False,
 }
 
 
 def test_what_terms_mean() -> None:
     assert {text: parse_selector(text).matches(CASE) for text in TERMS} == TERMS
+
+
+def test_a_target_is_asked_for_by_its_first_names() -> None:
+    case = parse_case_id("target.mine.llama3-single-bf16-v2048-b16")
+    for text, matches in {"target=mine": True, "target=mine.llama3": True, "target=min,mine.llama": False}.items():
+        assert parse_selector(text).matches(case) is matches
+        assert parse_selector(text.replace("=", "!=")).matches(case) is not matches
 
 
 @pytest.mark.parametrize(

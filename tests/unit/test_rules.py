@@ -19,7 +19,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, is_misaligned, shard_sizes
 from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Recipe
-from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule, _check_target, exclusions, expected_refusal, explain
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule, exclusions, expected_refusal, explain
 from tests.builders import make_case
 from tests.strategies import POSSIBLE_CASES
 
@@ -308,9 +308,10 @@ def test_options_that_a_recipe_does_not_have_are_excluded(recipe: Recipe) -> Non
     assert (exclusions(styled) == ()) is TRAITS[recipe].has_tp_styles
 
 
-def test_a_rule_of_a_target_that_would_never_apply_is_refused() -> None:
-    row = {"where": ["target=my_pkg.mine compile=inductor"], "reason": "", "source": ""}
-    with pytest.raises(HarnessError, match=r"rule alone never applies.*Fix: add of_any_target = true"):
-        _check_target("alone", row, Path("rules.toml"))
-    _check_target("alone", {**row, "of_any_target": True}, Path("rules.toml"))
-    _check_target("alone", {"where": ["target=reference tp>1"]}, Path("rules.toml"))
+def test_rules_of_a_plugin_are_about_its_targets() -> None:
+    """Those that read no shape of a model hold for models that are not known, too."""
+    by_name = {rule.name: rule for rule in EXCLUSIONS}
+    rule = by_name["torchtitan_has_no_sgd"]
+    for target, excluded in (("torchtitan", True), ("torchtitan.llama3", True), ("reference", False), ("mine", False)):
+        assert rule.applies(make_case(target=target, optimizer="sgd")) is excluded
+    assert by_name["torchtitan_converts_keys_with_values"].reads_shapes

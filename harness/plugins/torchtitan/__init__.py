@@ -4,19 +4,27 @@ from harness.hints import INSTALL_TORCHTITAN
 from harness.registry import Plugin, Target
 
 NAME = "torchtitan"
+# By the target that trains it: a model of torchtitan's registry as it is there, and the name of its flavor.
+REGISTERED = {
+    f"{NAME}.llama3": "debugmodel",
+    f"{NAME}.qwen3": "debugmodel",
+}
+
+
+def _target(*, llama: bool) -> Target:
+    return Target(
+        module="harness.plugins.torchtitan.worker",
+        llama=llama,
+        plain_shards=True,
+        attends_apart=True,
+        package="torchtitan",
+        install=INSTALL_TORCHTITAN,
+        require="harness.plugins.torchtitan.names:require",
+    )
+
 
 PLUGIN = Plugin(
     name="torchtitan",
     summary="torchtitan's own trainer as a target",
-    targets={
-        NAME: Target(
-            module="harness.plugins.torchtitan.worker",
-            llama=True,
-            plain_shards=True,
-            attends_apart=True,
-            package="torchtitan",
-            install=INSTALL_TORCHTITAN,
-            require="harness.plugins.torchtitan.names:require",
-        )
-    },
+    targets={NAME: _target(llama=True), **dict.fromkeys(REGISTERED, _target(llama=False))},
 )

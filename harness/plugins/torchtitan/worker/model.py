@@ -18,11 +18,13 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
-from harness.matrix.linears import OUTPUT_FQN, ROUTER, converted_fqns, is_converted, linear_fqns
+from harness.matrix.linears import OUTPUT_FQN, ROUTER, is_converted, linear_fqns
 from harness.plugins.torchtitan.worker.context_parallel import parallelize
 from harness.plugins.torchtitan.worker.experts import add_seams, converted_experts, moe_config, put_first
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from harness.matrix.case import Case
 
 _BLOCK = 128  # of a block mask, by default: the queries of a CP rank are whole blocks
@@ -45,7 +47,9 @@ def model_spec(case: Case, pieces: int) -> ModelSpec:
     if case.layout.cp > 1 or pieces > 1:
         distribute = partial(parallelize, pieces=pieces)
     if case.float8.enabled:
-        model = (_mxfp8(case) if case.float8.traits.kernel == "mx" else _float8(case)).build().convert(model)
+        linears = linear_fqns(case)
+        kept = [configured_name(fqn) for fqn in linears if not is_converted(case, fqn)]
+        model = converted(case, model, {configured_name(fqn) for fqn in linears}, [*kept, ROUTER])
     if case.float8.grouped_mm:
         model = converted_experts(case, model)
     return ModelSpec(
@@ -59,19 +63,21 @@ def model_spec(case: Case, pieces: int) -> ModelSpec:
     )
 
 
-def _float8(case: Case) -> Float8LinearConverter.Config:
-    kept = {configured_name(fqn) for fqn in linear_fqns(case) if not is_converted(case, fqn)} | {ROUTER}
-    return Float8LinearConverter.Config(
-        recipe_name=case.float8.recipe, filter_fqns=sorted(kept), model_compile_enabled=case.compile != "none"
-    )
+def converted(case: Case, model: Any, linears: Iterable[str], kept: Iterable[str]) -> Any:
+    """Return the model with the recipe of the case in all of these linears whose names have no part in `kept`.
 
-
-def _mxfp8(case: Case) -> MXFP8LinearConverter.Config:
-    """Without names it converts every linear, so a case that converts none has no such configuration."""
-    converted = {configured_name(fqn) for fqn in converted_fqns(case)}
-    if not converted:
+    Of MXFP8 torchtitan takes the names of what it converts, and without names it converts every linear.
+    """
+    kept, compiled = sorted(set(kept)), case.compile != "none"
+    if case.float8.traits.kernel != "mx":
+        made = Float8LinearConverter.Config(
+            recipe_name=case.float8.recipe, filter_fqns=kept, model_compile_enabled=compiled
+        )
+        return made.build().convert(model)
+    named = sorted(fqn for fqn in linears if not any(part in fqn for part in kept))
+    if not named:
         raise ValueError("torchtitan cannot be told to convert nothing: without names it converts every linear")
-    return MXFP8LinearConverter.Config(fqns=sorted(converted), model_compile_enabled=case.compile != "none")
+    return MXFP8LinearConverter.Config(fqns=named, model_compile_enabled=compiled).build().convert(model)
 
 
 def configured_name(fqn: str) -> str:
@@ -101,13 +107,11 @@ def model_config(case: Case) -> Llama3Model.Config | Qwen3Model.Config:
 
 def _block(case: Case, layer: int) -> Llama3TransformerBlock.Config | Qwen3TransformerBlock.Config:
     shape = case.model.shape
-    hidden: dict[str, Any] = {
-        "feed_forward": make_ffn_config(
-            dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=_ANY, w2w3_param_init=_ANY
-        )
-    }
     if case.model.has_experts(layer):
-        hidden = {"moe": moe_config(case, _ANY)}
+        hidden: dict[str, Any] = {"moe": moe_config(case, _ANY)}
+    else:
+        dense = make_ffn_config(dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=_ANY, w2w3_param_init=_ANY)
+        hidden = {"feed_forward": dense}
     kind = Qwen3TransformerBlock if case.model.experts else Llama3TransformerBlock
     return kind.Config(
         attention_norm=RMSNorm.Config(normalized_shape=shape.dim, param_init=_ANY),

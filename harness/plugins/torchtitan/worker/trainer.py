@@ -28,8 +28,10 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.dims.pp import modules_of_stage, stage_count
 from harness.matrix.linears import OUTPUT_FQN
+from harness.plugins.torchtitan import REGISTERED
 from harness.plugins.torchtitan.worker.context_parallel import OfAllRanks
 from harness.plugins.torchtitan.worker.model import add_names, model_spec
+from harness.plugins.torchtitan.worker.registered import registered_spec
 from harness.plugins.torchtitan.worker.shims import float64_kept, garbage_collected, local_rank
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from harness.worker.targets.target import World
 
 GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
-# Clipping multiplies by 1 below the limit, and is out of reach: active clipping amplifies rounding to percents.
+# Of a case that does not clip: the limit cannot be turned off, and is out of reach.
 _MAX_NORM = 1e30
 # The schedules of `torch.distributed.pipelining`, by those of a case.
 _SCHEDULES = {
@@ -58,7 +60,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
     `parts` replace what reads files or needs an accelerator: tokenizer, data loader and metrics.
     """
     return Trainer.Config(
-        model_spec=model_spec(case, len(world.plays.positions)),
+        model_spec=registered_spec(case) if case.target in REGISTERED else model_spec(case, len(world.plays.positions)),
         loss=loss,
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
@@ -67,7 +69,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             num_tokens_per_train_step=case.layout.batches * world.microbatches * world.local_batch * case.train.seq_len,
             max_context_length=case.train.seq_len,
             steps=case.train.steps,
-            max_norm=_MAX_NORM,
+            max_norm=case.train.max_norm or _MAX_NORM,
             disable_cuda_graphs=True,  # on by default, and captured on CUDA only
             dtype=case.wide_dtype,
             mixed_precision_param=case.train.dtype,
@@ -135,7 +137,8 @@ def trained(case: Case, world: World) -> TrainedByTorchtitan:
             tokens = torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64, device=trainer.device)
             _infer_shapes(trainer, packed(tokens, tokens))
         target = TrainedByTorchtitan(trainer)
-    add_names(target.model)
+    if case.target not in REGISTERED:
+        add_names(target.model)
     return target
 
 
