@@ -10,7 +10,8 @@ import msgspec
 from harness.cli import options
 from harness.cli.new import axes_parameter
 from harness.errors import HarnessError
-from harness.matrix.axes import own_values, said
+from harness.matrix.axes import changed, own_values, said
+from harness.matrix.case import Case
 from harness.matrix.caseid import parse_layout
 from harness.matrix.layout import MESH_AXES
 from harness.plugins.parity.against import Against
@@ -37,7 +38,7 @@ from harness.report.sections import Block, Entry, Items, Section, Table, Verbati
 from harness.result import RunResult
 from harness.run_options import CommandOptions, words_of
 from harness.running.plan import Plan, with_command
-from harness.running.selection import one_case
+from harness.running.selection import Query, select_cases
 from harness.studies.layouts import USUAL, Word, cases_of
 from harness.text import counted
 from harness.verdict import ExitCode, Verdict
@@ -257,10 +258,11 @@ Examples:
       --against "$(git merge-base origin/main HEAD)"
   fp8-harness parity fsdp4-rowwise-v2048-b16 \\
       --layouts fsdp4,tp2,fsdp2-tp2,hsdp2x2 --inject fix.py:apply
+  fp8-harness parity cases/ours.toml --against main
 
 \b
-Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show
-last` has its details.
+Without a case: the tiny model, rowwise, bfloat16. Of several cases each is a
+row. The run is stored: `show last` has its details.
 Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3
 nothing ran, 4 infrastructure.
 """
@@ -273,7 +275,7 @@ _OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 
 
 @click.command("parity", cls=options.SectionedCommand, epilog=_EPILOG)
-@click.argument("named", metavar="[CASE-ID|FILE]", required=False, shell_complete=options.names_of("cases"))
+@click.argument("named", metavar="[TIER|FILE|CASE-ID]...", nargs=-1, shell_complete=options.names_of("tiers", "cases"))
 @click.option("--layouts", "asked", metavar="WORDS,…", help=_LAYOUTS)
 @click.option("--golden", "goldens", metavar="FILE", type=options.FILE, multiple=True, help=_GOLDEN)
 @options.run_option("budget_s", _BUDGET)
@@ -288,7 +290,7 @@ _OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 @options.project_parameter
 def parity_command(  # noqa: PLR0913  one parameter per option
     *,
-    named: str | None,
+    named: tuple[str, ...],
     asked: str | None,
     goldens: tuple[Path, ...],
     budget_s: float | None,
@@ -313,16 +315,20 @@ def parity_command(  # noqa: PLR0913  one parameter per option
             raise HarnessError(what, where="--golden", fix=fix)
         return _judge_files(goldens, json_file, markdown_file)
     golden = read_curve(goldens[0]) if goldens else None
-    usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
-    base = {**(usual if named is None else own_values(one_case(project, named))), **axes}
+    given = select_cases(project, Query(sources=named)) if named else ()
     plan = plan_for(inject=inject)
     plan = with_command(plan, options.given_run_options(), CommandOptions())
-    if asked is None:
-        plan = plan.on_cpu if plan.capacity.total == 1 else plan  # one GPU has one layout
-        layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
+    if len(given) > 1:
+        if asked is not None or golden is not None:
+            option = "--golden" if asked is None else "--layouts"
+            raise HarnessError(
+                f"it is of one case, not of {len(given)}.", where=option, fix="give one, or leave it out."
+            )
+        cases = tuple(changed(case, axes) for case in given)
     else:
-        layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
-    cases = cases_of(base, layouts, axes)
+        usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
+        base = {**(own_values(given[0]) if given else usual), **axes}
+        cases, plan, budget_s = _layouts(base, asked, axes, plan, budget_s)
     plan = plan.common(cases)
     if golden is not None:
         check_job(golden, cases[0])
@@ -339,6 +345,20 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     options.write_output(junit_file, lambda: parity_junit(parity, result))
     options.write_output(html_file, lambda: parity_page(parity, result))
     return parity.exit_code
+
+
+def _layouts(
+    base: Mapping[str, object], asked: str | None, axes: Mapping[str, object], plan: Plan, budget_s: float | None
+) -> tuple[tuple[Case, ...], Plan, float | None]:
+    """Return the case in the layouts that are asked for, or in the usual ones, the plan for them, and their budget."""
+    if asked is not None:
+        return (
+            cases_of(base, [parse_layout(text, option="--layouts") for text in asked.split(",")], axes),
+            plan,
+            budget_s,
+        )
+    plan = plan.on_cpu if plan.capacity.total == 1 else plan  # one GPU has one layout
+    return cases_of(base, tuple(usual_layouts(plan.capacity.largest)), axes), plan, budget_s or BUDGET_S
 
 
 def _judge_files(files: Sequence[Path], json_file: Path | None, markdown_file: Path | None) -> ExitCode:

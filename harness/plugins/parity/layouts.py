@@ -235,9 +235,11 @@ def compare_layouts(
     budget_s: float | None,
     against: Against | None = None,
 ) -> tuple[Parity, RunResult]:
-    """Run the case in all layouts that no rule excludes; the run is stored like any other. The base runs first."""
+    """Run those that no rule excludes, a case in its layouts or several; the run is stored. The base runs first."""
+    of_one = len({_on_one_rank(case) for case in cases}) == 1
+    labels = {case_id(case): layout_id(case.layout) for case in cases} if of_one else _labels(map(case_id, cases))
     excluded = [
-        Row(layout=layout_id(case.layout), case_id=case_id(case), word="excluded", why=rules[0].name)
+        Row(layout=labels[case_id(case)], case_id=case_id(case), word="excluded", why=rules[0].name)
         for case in cases
         if (rules := exclusions(case))
     ]
@@ -249,14 +251,17 @@ def compare_layouts(
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
     ids = tuple(map(case_id, chosen))
     base = None if against is None else against.run(chosen[0].target, ids)
-    more = one_step_cases(chosen[0], [case.layout for case in chosen], sharp)
+    more = one_step_cases(chosen[0], [case.layout for case in chosen] if of_one else (), sharp)
     result, _ = run(project, Query(sources=(*ids, *more)), plan, progress, hints=False)
     one_step = judged_one_step(more, result.results)
     judged = (one_step[of.case_id].result if of.case_id in one_step else of for of in result.results)
     result = msgspec.structs.replace(result, results=tuple(judged))
-    every = [_beside(base, of) if of.case_id in ids else _of_one_step(one_step[of.case_id]) for of in result.results]
+    every = [
+        _beside(base, of, labels[of.case_id]) if of.case_id in ids else _of_one_step(one_step[of.case_id])
+        for of in result.results
+    ]
     parity = Parity(
-        case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
+        case_id=case_id(_on_one_rank(chosen[0])) if of_one else counted(len(cases), "case"),
         against="" if base is None else base.name,
         rows=(*(of for of in every if of.case_id in ids), *excluded),
         one_step=tuple(of for of in every if of.case_id not in ids),
@@ -266,6 +271,17 @@ def compare_layouts(
         software=result.end.provenance,
     )
     return parity, result
+
+
+def _on_one_rank(case: Case) -> Case:
+    return msgspec.structs.replace(case, layout=Layout())
+
+
+def _labels(ids: Iterable[str]) -> Mapping[str, str]:
+    """Return what the rows of several cases are called: the words of an id that not all ids have."""
+    words = {name: name.split("-") for name in ids}
+    shared = set.intersection(*map(set, words.values()))
+    return {name: "-".join(word for word in words[name] if word not in shared) or name for name in words}
 
 
 def with_golden(parity: Parity, golden: TextCurve) -> Parity:
@@ -293,9 +309,9 @@ def without_refused(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(axes) if allowed else ()
 
 
-def _beside(base: Base | None, result: CaseResult) -> Row:
+def _beside(base: Base | None, result: CaseResult, label: str) -> Row:
     """Return the row of a case, with the row of the base."""
-    current = row(result)
+    current = msgspec.structs.replace(row(result), layout=label)
     if base is None:
         return current
     then = base.results.get(result.case_id)
