@@ -42,6 +42,8 @@ _HOMES: Mapping[str, str] = {
     "--launcher torchrun": "launchers",
     "fault:": "faults",
     "torchtitan": "torchtitan",
+    "torchtitan.llama3": "torchtitan",
+    "torchtitan.qwen3": "torchtitan",
     "bug files": "bugs",
     "catalogue of faults": "faults",
     "compare records": "exec",

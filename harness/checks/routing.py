@@ -14,6 +14,7 @@ from harness.matrix.case import Case
 from harness.matrix.dims.pp import expert_layers_of, held
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import expert_fqns
+from harness.matrix.model import BALANCE_COEFFICIENT
 from harness.matrix.numerics import drifts
 from harness.promises import Limit
 from harness.text import counted
@@ -279,7 +280,6 @@ def _spelled(counts: Sequence[int]) -> str:
     return f"{sum(counts)} rows: {', '.join(map(str, counts))}"
 
 
-_COEFFICIENT = 1e-3  # of torchtitan 0.2.2, and of the reference target
 _LAST_BIT = Limit("experts.bias")
 
 
@@ -313,4 +313,4 @@ def _moves(tokens: Sequence[int], case: Case) -> list[float]:
     mean = sum(tokens) / len(tokens)
     signs = [(mean > count) - (mean < count) for count in tokens]
     center = sum(signs) / len(signs)
-    return [_COEFFICIENT * (sign - center) * case.model.balance for sign in signs]
+    return [BALANCE_COEFFICIENT * (sign - center) * case.model.balance for sign in signs]

@@ -11,6 +11,7 @@ from harness.matrix.axis import Changes, axis, flag, number
 
 PRESET_WORDS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates words of ids
 PositiveInt = Annotated[int, Meta(ge=1)]
+BALANCE_COEFFICIENT = 1e-3  # by which `balance` moves a bias: torchtitan's default
 
 _axis = functools.partial(axis, part="model", changes=Changes.TRAINING)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_type, case_from_axes, choices, shown_value
-from harness.matrix.case import FEWEST_POSITIONS, Case
+from harness.matrix.case import FEWEST_POSITIONS, Case, ModelShape
 from harness.matrix.caseid import other_layout
 from harness.matrix.dims import DIMENSIONS
 from harness.matrix.dims.dimension import MODEL_AXES, VOCABULARY_AXES
@@ -41,12 +41,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     axes: tuple[str, ...]
     when: Callable[[Case], int]
+    targets: tuple[str, ...] = ()  # of a plug-in, whose rule it is; of the core any
     reads_shapes: bool = True  # of the model, which those of an own target are not known to have
 
     def applies(self, case: Case) -> bool:
         """True if the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
         known = is_llama(case.target) or "target" not in self.axes or not self.reads_shapes
-        return known and bool(self.when(case))
+        return (not self.targets or case.target in self.targets) and known and bool(self.when(case))
 
 
 class Exclusion(Rule, frozen=True):
@@ -207,16 +208,9 @@ def _exclusions() -> Iterator[Exclusion]:
     for path, targets in ((own, ()), *(file for file in files if file[0].is_file())):
         for name, row in tomllib.loads(path.read_text(encoding="utf-8")).items():
             axes, when = _condition(name, row)
-            if targets:
-                axes, when = ("target", *axes), functools.partial(_of_targets, targets, when)
-            reads_shapes = "where" not in row or not {*MODEL_AXES}.isdisjoint({*axes} - {"target"})
-            yield Exclusion(
-                name=name, axes=axes, when=when, reason=row["reason"], source=row["source"], reads_shapes=reads_shapes
-            )
-
-
-def _of_targets(targets: tuple[str, ...], when: Callable[[Case], int], case: Case) -> bool:
-    return case.target in targets and bool(when(case))
+            reads_shapes = "where" not in row or not {"model", *ModelShape.__struct_fields__}.isdisjoint(axes)
+            axes, of_row = ("target", *axes) if targets else axes, {key: row[key] for key in ("reason", "source")}
+            yield Exclusion(name=name, axes=axes, when=when, targets=targets, reads_shapes=reads_shapes, **of_row)
 
 
 def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], int]]:

@@ -256,14 +256,12 @@ def compare_layouts(
     one_step = judged_one_step(more, result.results)
     judged = (one_step[of.case_id].result if of.case_id in one_step else of for of in result.results)
     result = msgspec.structs.replace(result, results=tuple(judged))
-    every = [
-        _beside(base, of, labels[of.case_id]) if of.case_id in ids else _of_one_step(one_step[of.case_id])
-        for of in result.results
-    ]
+    every = [_beside(base, of) if of.case_id in ids else _of_one_step(one_step[of.case_id]) for of in result.results]
+    named = (msgspec.structs.replace(of, layout=labels[of.case_id]) for of in every if of.case_id in ids)
     parity = Parity(
         case_id=case_id(_on_one_rank(chosen[0])) if of_one else counted(len(cases), "case"),
         against="" if base is None else base.name,
-        rows=(*(of for of in every if of.case_id in ids), *excluded),
+        rows=(*named, *excluded),
         one_step=tuple(of for of in every if of.case_id not in ids),
         left_out=tuple(layout_id(case.layout) for case in others),
         exit_code=exit_code_of(every, result),
@@ -309,9 +307,9 @@ def without_refused(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(axes) if allowed else ()
 
 
-def _beside(base: Base | None, result: CaseResult, label: str) -> Row:
+def _beside(base: Base | None, result: CaseResult) -> Row:
     """Return the row of a case, with the row of the base."""
-    current = msgspec.structs.replace(row(result), layout=label)
+    current = row(result)
     if base is None:
         return current
     then = base.results.get(result.case_id)

@@ -23,11 +23,12 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 from torchtitan.models.qwen3 import Qwen3Model
 
+from harness.matrix.model import BALANCE_COEFFICIENT
+
 if TYPE_CHECKING:
     from harness.matrix.case import Case
 
 _WEIGHTS = {"w1": "w1_EFD", "w2": "w2_EDF", "w3": "w3_EFD"}  # by the names of `linears.py`
-_COEFFICIENT = 1e-3  # of load balancing: torchtitan's default
 
 
 def moe_config(case: Case, init: dict[str, Callable[..., object]]) -> MoE.Config:
@@ -53,7 +54,7 @@ def moe_config(case: Case, init: dict[str, Callable[..., object]]) -> MoE.Config
             comm_backend="standard",
         ),
         shared_experts=make_ffn_config(dim=dim, hidden_dim=model.expert_dim, w1_param_init=init, w2w3_param_init=init),
-        load_balance_coeff=_COEFFICIENT if model.balance else None,
+        load_balance_coeff=BALANCE_COEFFICIENT if model.balance else None,
     )
 
 

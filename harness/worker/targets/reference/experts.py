@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Model
+from harness.matrix.model import BALANCE_COEFFICIENT
 from harness.matrix.recipes import GROUP_MULTIPLE
 
 Tensor = torch.Tensor
@@ -119,6 +120,3 @@ class MoE(nn.Module):
         """
         step = BALANCE_COEFFICIENT * (tokens.mean() - tokens).sign()
         self.expert_bias += step - step.mean()
-
-
-BALANCE_COEFFICIENT = 1e-3

@@ -59,6 +59,20 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
     assert f"{first['rule']} in {first['module']}, step 1" in done.stdout
 
 
+def test_each_of_several_cases_is_a_row(project: Inside) -> None:
+    """Named by the words that not all ids have, with a fault in the one that it is in."""
+    cases = ("single-tensorwise-v2256-s1-b16", "fsdp2-tensorwise-v2256-s1-b16", "tp2-tensorwise-v2256-s1-accum2-b16")
+    fault = ("--inject", "fault:amax_not_reduced_over_tp", "--json", "table.json")
+    assert project.run("-q", "parity", *cases, *fault).returncode == 1
+    table = json.loads((project.folder / "table.json").read_text())
+    assert [(row["layout"], row["word"]) for row in table["rows"]] == [
+        ("single", "equal"), ("fsdp2", "equal"), ("tp2-accum2", "wrong"),
+    ]  # fmt: skip
+    assert table["case_id"] == "3 cases" and [row["case_id"] for row in table["rows"]] == [*cases]
+    done = project.run("parity", *cases, "--layouts", "single")
+    assert done.returncode == 2 and "--layouts: it is of one case, not of 3" in done.stderr
+
+
 def test_logprobs_show_what_a_loss_hides(project: Inside) -> None:
     case = ("parity", "--layouts", "fsdp2-cp2", "--steps", "1", "--json", "table.json")
     assert project.run("-q", *case).returncode == 0
