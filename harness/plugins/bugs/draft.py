@@ -218,15 +218,18 @@ class Draft:
         question = f"{shown(self.value_of('recipe'))} is no recipe here: which is meant?"
         only = f"{words(gathers)}: the only recipe that gathers in float8"
         is_unknown = "recipe" in facts and facts["recipe"].value not in TRAITS
+        unknown = self.tool == TORCHTITAN and "config_file" in facts and not self.file
+        what = f"what {words('config_file')} sets is not known here: which recipe?"
         is_mx = ".mx" in converters or converters == "mx"
         rules: Sequence[tuple[bool, Callable[[], object]]] = (
             (off, lambda: self.put("recipe", "bf16", self.stated, words("float8"))),
             ("mxfp8" in facts and "recipe" not in facts, lambda: self._mxfp8(facts["mxfp8"])),
             (is_unknown, lambda: self.ask("recipe", "tensorwise", question)),
-            ("recipe" in facts, lambda: self.take("recipe")),
+            ("recipe" in facts or "recipe" in self.file, lambda: self.take("recipe")),
             (is_mx, lambda: self.put("recipe", "mxfp8", self.derived, words("converters"))),
             (gathers != "", lambda: self.put("recipe", "tensorwise", self.derived, only)),
             ("float8" in facts or "float8" in self.file or "float8" in converters, self._unnamed_recipe),
+            (unknown, lambda: self.ask("recipe", "bf16", what)),
             (True, lambda: self.put("recipe", "bf16", self.assumed, "nothing in it asks for FP8")),
         )
         next(state for holds, state in rules if holds)()

@@ -316,7 +316,7 @@ def facts_of_file(name: str, day: datetime.date) -> Mapping[str, Value]:
     """Return the facts that a configuration file of torchtitan sets; {} for any other."""
     for row in _defaults()["file"]:
         if day >= row.get("since", day) and re.search(row["name"], name, re.IGNORECASE):
-            size = sizes_of_model(row["facts"]["model_size"], day)
+            size = sizes_of_model(row["facts"].get("model_size", ""), day)
             return {**row["facts"], "seq_len": MODELS[size[0]].seq_len} if size else row["facts"]
     return {}
 

@@ -61,6 +61,8 @@ num_processes: 4
 WRAPPED = "quantize_(model, MXFP8TrainingOpConfig({}))"
 RECIPE = "quantize_(model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.{}))"
 
+TITAN_FLAGS = "--module llama3 --parallelism.data_parallel_shard_degree 2"
+
 
 @pytest.mark.parametrize(
     ("text", "tied"),
@@ -167,6 +169,9 @@ def test_flags_of_torchtitan(given: str, expected: str) -> None:
             "--model.converters float8 --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
             "only supports tensorwise",
         ),
+        ("--module llama3 --config llama3_debugmodel_first_85_pct_layers_nvfp4", "NVFP4"),
+        ("--module llama3 --config llama3_debugmodel_float8_emulate_lora", "LoRA"),
+        (f"{TITAN_FLAGS} --config llama3_debugmodel_dist_gemm", "llama3_debugmodel_dist_gemm sets is not known here"),
         ("--float8.recipe_name rowwise --float8.recipe_name tensorwise", "which is it"),
         ("tensor_parallel_degree", "holds no option"),
         ("--tp", "which tp is it"),
@@ -179,6 +184,20 @@ def test_what_no_case_has_is_refused_by_name(given: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message) as raised:
         configured(given, where="train.py" if "(" in given else "flags")
     assert raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("config", "axes", "recipe"),
+    [
+        ("llama3_debugmodel", {}, "bf16"),
+        ("llama3_debugmodel", {"recipe": "rowwise"}, "rowwise"),
+        ("llama3_8b_mxfp8", {}, "mxfp8"),
+        ("llama3_debugmodel_dist_gemm", {"recipe": "rowwise"}, "rowwise"),
+    ],
+)
+def test_a_function_of_torchtitan_is_read_by_its_whole_name(config: str, axes: dict[str, object], recipe: str) -> None:
+    given = f"{TITAN_FLAGS} --config {config}"
+    assert configured_case(given, 2, where="flags", target="torchtitan", **axes).float8.recipe == recipe
 
 
 def test_torchtitan_trains_its_llama_alone() -> None:
