@@ -30,7 +30,7 @@ def registered_spec(case: Case) -> ModelSpec:
     """
     vocabulary = {name: getattr(case.model, name) for name in ("vocab_size", "pad_vocab_to_multiple_of")}
     if case.model != msgspec.structs.replace(Model(), **vocabulary):
-        raise ValueError(f"a model of torchtitan's registry has its own sizes: --target {NAME} has those of a case")
+        raise ValueError(f"a model of torchtitan's registry has its own sizes: for others give --target {NAME}")
     spec = _FAMILIES[case.target.removeprefix(f"{NAME}.")].model_registry(REGISTERED[case.target])
     model, rows = spec.model, case.model.padded_vocab_size
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = rows

@@ -66,5 +66,5 @@ def test_the_model_is_the_one_of_the_registry(name: str, recipe: str) -> None:
 def test_other_sizes_are_refused() -> None:
     from harness.plugins.torchtitan.worker.registered import registered_spec
 
-    with pytest.raises(ValueError, match="has its own sizes: --target torchtitan has those of a case"):
+    with pytest.raises(ValueError, match="has its own sizes: for others give --target torchtitan"):
         registered_spec(make_case(target="torchtitan.llama3", layers=4))
