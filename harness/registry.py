@@ -61,10 +61,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What trains a case, under the name that cases call it by.
 
     `module`: has `build`, as `worker/targets/target.py` says. `llama`: it trains the Llama of the cases, so shapes and
-    names of its modules follow from a case. `plain_shards`: its modules get plain tensors under TP. `attends_apart`:
-    attention gets packed documents as pieces of a tensor, without a mask. `package`: what must be installed; `install`:
-    the command that does it. `require`: a function that raises HarnessError where what is installed cannot be driven,
-    before anything runs.
+    names of its modules follow from a case. `plain_shards`: modules get plain tensors under TP, and experts tokens of
+    other ranks. `attends_apart`: attention gets packed documents as pieces of a tensor, without a mask. `package`: what
+    must be installed; `install`: the command that does it. `require`: a function that raises HarnessError where what is
+    installed cannot be driven, before anything runs.
     """
 
     module: str

@@ -4,11 +4,7 @@ from harness.hints import INSTALL_TORCHTITAN
 from harness.registry import Plugin, Target
 
 NAME = "torchtitan"
-# By the target that trains it: a model of torchtitan's registry as it is there, and the name of its flavor.
-REGISTERED = {
-    f"{NAME}.llama3": "debugmodel",
-    f"{NAME}.qwen3": "debugmodel",
-}
+REGISTERED = (f"{NAME}.llama3", f"{NAME}.qwen3")  # which train debug models of torchtitan's registry
 
 
 def _target(*, llama: bool) -> Target:

@@ -11,7 +11,7 @@ from torchtitan.models.common import Linear
 
 from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.model import Model
-from harness.plugins.torchtitan import NAME, REGISTERED
+from harness.plugins.torchtitan import NAME
 from harness.plugins.torchtitan.worker.model import converted
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from harness.matrix.case import Case
 
-_FAMILIES: dict[str, Any] = {"llama3": llama3, "qwen3": qwen3}
+_FAMILIES: dict[str, Any] = {f"{NAME}.llama3": llama3, f"{NAME}.qwen3": qwen3}
 _HEAD = "lm_head"
 
 
@@ -31,7 +31,7 @@ def registered_spec(case: Case) -> ModelSpec:
     vocabulary = {name: getattr(case.model, name) for name in ("vocab_size", "pad_vocab_to_multiple_of")}
     if case.model != msgspec.structs.replace(Model(), **vocabulary):
         raise ValueError(f"a model of torchtitan's registry has its own sizes: for others give --target {NAME}")
-    spec = _FAMILIES[case.target.removeprefix(f"{NAME}.")].model_registry(REGISTERED[case.target])
+    spec = _FAMILIES[case.target].model_registry("debugmodel")
     model, rows = spec.model, case.model.padded_vocab_size
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = rows
     if case.float8.enabled:
