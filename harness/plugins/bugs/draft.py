@@ -218,7 +218,7 @@ class Draft:
         question = f"{shown(self.value_of('recipe'))} is no recipe here: which is meant?"
         only = f"{words(gathers)}: the only recipe that gathers in float8"
         is_unknown = "recipe" in facts and facts["recipe"].value not in TRAITS
-        unknown = self.tool == TORCHTITAN and "config_file" in facts and not self.file
+        unknown = self.tool == TORCHTITAN and not self.file and str(self.value_of("config_file")).isidentifier()
         what = f"what {words('config_file')} sets is not known here: which recipe?"
         is_mx = ".mx" in converters or converters == "mx"
         rules: Sequence[tuple[bool, Callable[[], object]]] = (

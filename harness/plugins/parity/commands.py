@@ -31,6 +31,7 @@ from harness.plugins.parity.layouts import (
     without_refused,
 )
 from harness.project import Project
+from harness.registry import module_of
 from harness.report.case import case_sections
 from harness.report.ci import Element, JUnitElement, junit_report
 from harness.report.html.page import Front, html_report
@@ -329,6 +330,8 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
         base = {**(own_values(given[0]) if given else usual), **axes}
         cases, plan, budget_s = _layouts(base, asked, axes, plan, budget_s)
+    if against is not None and len({module_of(case.target) for case in cases}) > 1:
+        raise HarnessError("these cases are of several targets.", where="--against", fix="give cases of one target.")
     plan = plan.common(cases)
     if golden is not None:
         check_job(golden, cases[0])

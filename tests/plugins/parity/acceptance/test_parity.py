@@ -71,6 +71,8 @@ def test_each_of_several_cases_is_a_row(project: Inside) -> None:
     assert table["case_id"] == "3 cases" and [row["case_id"] for row in table["rows"]] == [*cases]
     done = project.run("parity", *cases, "--layouts", "single")
     assert done.returncode == 2 and "--layouts: it is of one case, not of 3" in done.stderr
+    done = project.run("parity", *cases, "target.torchtitan-single-bf16-v2048-s1-b16", "--against", "HEAD")
+    assert done.returncode == 2 and "--against: these cases are of several targets" in done.stderr
 
 
 def test_logprobs_show_what_a_loss_hides(project: Inside) -> None:
