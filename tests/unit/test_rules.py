@@ -308,6 +308,7 @@ def test_options_that_a_recipe_does_not_have_are_excluded(recipe: Recipe) -> Non
     assert (exclusions(styled) == ()) is TRAITS[recipe].has_tp_styles
 
 
+@pytest.mark.plugin("torchtitan")
 def test_rules_of_a_plugin_are_about_its_targets() -> None:
     """Those that read no shape of a model hold for models that are not known, too."""
     by_name = {rule.name: rule for rule in EXCLUSIONS}
