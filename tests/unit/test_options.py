@@ -434,7 +434,7 @@ def test_names_and_values_of_axes_are_completed() -> None:
     assert completed("run", "--set", "nothing") == []
 
 
-@pytest.mark.plugin("bugs", "faults")
+@pytest.mark.plugin("bugs", "faults", "parity")
 def test_tiers_cases_rules_faults_and_files_are_completed() -> None:
     assert completed("run", "smo") == ["smoke"] and "nightly" in completed("list", "")
     assert "fsdp2-tensorwise-ag.fp8-v2048-s2-f64" in completed("run", "fsdp2-tensorwise-ag")
