@@ -10,7 +10,7 @@ import msgspec
 from harness.cli import options
 from harness.cli.new import axes_parameter
 from harness.errors import HarnessError
-from harness.matrix.axes import changed, own_values, said
+from harness.matrix.axes import case_from_axes, own_values, said
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_layout
 from harness.matrix.layout import MESH_AXES
@@ -321,11 +321,9 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     plan = with_command(plan, options.given_run_options(), CommandOptions())
     if len(given) > 1:
         if asked is not None or golden is not None:
-            option = "--golden" if asked is None else "--layouts"
-            raise HarnessError(
-                f"it is of one case, not of {len(given)}.", where=option, fix="give one, or leave it out."
-            )
-        cases = tuple(changed(case, axes) for case in given)
+            what, where = f"it is of one case, not of {len(given)}.", "--golden" if asked is None else "--layouts"
+            raise HarnessError(what, where=where, fix="give one case, or leave it out.")
+        cases = tuple(dict.fromkeys(case_from_axes({**own_values(case), **axes}) for case in given))
     else:
         usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
         base = {**(own_values(given[0]) if given else usual), **axes}
@@ -354,14 +352,12 @@ def _layouts(
     base: Mapping[str, object], asked: str | None, axes: Mapping[str, object], plan: Plan, budget_s: float | None
 ) -> tuple[tuple[Case, ...], Plan, float | None]:
     """Return the case in the layouts that are asked for, or in the usual ones, the plan for them, and their budget."""
-    if asked is not None:
-        return (
-            cases_of(base, [parse_layout(text, option="--layouts") for text in asked.split(",")], axes),
-            plan,
-            budget_s,
-        )
-    plan = plan.on_cpu if plan.capacity.total == 1 else plan  # one GPU has one layout
-    return cases_of(base, tuple(usual_layouts(plan.capacity.largest)), axes), plan, budget_s or BUDGET_S
+    if asked is None:
+        plan = plan.on_cpu if plan.capacity.total == 1 else plan  # one GPU has one layout
+        layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
+    else:
+        layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
+    return cases_of(base, layouts, axes), plan, budget_s
 
 
 def _judge_files(files: Sequence[Path], json_file: Path | None, markdown_file: Path | None) -> ExitCode:
