@@ -41,8 +41,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     axes: tuple[str, ...]
     when: Callable[[Case], int]
-    targets: tuple[str, ...] = ()  # of a plug-in, whose rule it is; of the core any
-    reads_shapes: bool = True  # of the model, which those of an own target are not known to have
+    targets: tuple[str, ...] = ()  # the rule is about these alone; empty: about any
+    reads_shapes: bool = True  # of the model: of an own target they are not known
 
     def applies(self, case: Case) -> bool:
         """True if the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""

@@ -218,8 +218,8 @@ class Draft:
         question = f"{shown(self.value_of('recipe'))} is no recipe here: which is meant?"
         only = f"{words(gathers)}: the only recipe that gathers in float8"
         is_unknown = "recipe" in facts and facts["recipe"].value not in TRAITS
-        unknown = self.tool == TORCHTITAN and not self.file and str(self.value_of("config_file")).isidentifier()
-        what = f"what {words('config_file')} sets is not known here: which recipe?"
+        is_unread = self.tool == TORCHTITAN and not self.file and str(self.value_of("config_file")).isidentifier()
+        which = f"what {words('config_file')} sets is not known here: which recipe?"
         is_mx = ".mx" in converters or converters == "mx"
         rules: Sequence[tuple[bool, Callable[[], object]]] = (
             (off, lambda: self.put("recipe", "bf16", self.stated, words("float8"))),
@@ -229,7 +229,7 @@ class Draft:
             (is_mx, lambda: self.put("recipe", "mxfp8", self.derived, words("converters"))),
             (gathers != "", lambda: self.put("recipe", "tensorwise", self.derived, only)),
             ("float8" in facts or "float8" in self.file or "float8" in converters, self._unnamed_recipe),
-            (unknown, lambda: self.ask("recipe", "bf16", what)),
+            (is_unread, lambda: self.ask("recipe", "bf16", which)),
             (True, lambda: self.put("recipe", "bf16", self.assumed, "nothing in it asks for FP8")),
         )
         next(state for holds, state in rules if holds)()

@@ -235,7 +235,7 @@ def compare_layouts(
     budget_s: float | None,
     against: Against | None = None,
 ) -> tuple[Parity, RunResult]:
-    """Run those that no rule excludes, a case in its layouts or several; the run is stored. The base runs first."""
+    """Run the cases that no rule excludes, and store the run. The base runs first."""
     of_one = len({_on_one_rank(case) for case in cases}) == 1
     labels = {case_id(case): layout_id(case.layout) for case in cases} if of_one else _labels(map(case_id, cases))
     excluded = [
@@ -263,7 +263,7 @@ def compare_layouts(
         against="" if base is None else base.name,
         rows=(*named, *excluded),
         one_step=tuple(of for of in every if of.case_id not in ids),
-        left_out=tuple(layout_id(case.layout) for case in others),
+        left_out=tuple(labels[case_id(case)] for case in others),
         exit_code=exit_code_of(every, result),
         seconds=result.end.wall_s,
         software=result.end.provenance,
